@@ -76,15 +76,15 @@ class SingleDevice:
 
 # ---- The wirings -----------------------------------------------------------------------------------------------------
 #
-# A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. A stream runs all sublayers;
-# it is a generator that yields after each start, so that interleave can run other streams meanwhile, and finally x.
-# While sums are in flight, it gives the newest of them to settle or pin before each sublayer: else torch.compile moves
-# the waits to where nothing overlaps. docs/code.md says why; tests/test_wiring.py -k compiled_code checks it.
+# A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. A stream is a generator that
+# runs all sublayers: it yields after each start, so that interleave can run other streams meanwhile, and finally x.
+# Before each sublayer it gives settle or pin the newest sum in flight: else torch.compile moves the waits to where
+# nothing overlaps. docs/code.md says why; tests/test_wiring.py -k compiled_code checks it.
 
 
 def interleave(streams):
-    """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
-    *_, xs = zip(*streams, strict=True)  # zip advances each to its next yield, in turn
+    """Advance generators in turn, each to its next yield, where its all-reduce travels; return their last x."""
+    *_, xs = zip(*streams, strict=True)  # zip does just that
     return xs
 
 
@@ -361,18 +361,18 @@ class Attention(nn.Module):
         super().__init__()
         self.window = config.sliding_window if layer in config.window_layers else None
         self.rotates = layer not in config.nope_layers
-        self.head_dim = config.head_dim
-        n_heads, n_kv_heads, self.gates = config.n_heads, config.n_kv_heads, int(config.attention_gate)  # 0 or 1
+        self.head_dim, self.score_cap, self.whole_norm = config.head_dim, config.score_cap, config.whole_qk_norm
+        self.gates = int(config.attention_gate)  # of a query head: 0 or 1
+        n_heads, n_kv_heads, make_norm = config.n_heads, config.n_kv_heads, norms.NORMS[config.norm]
         width = (n_heads * (1 + self.gates) + 2 * n_kv_heads) * self.head_dim
         self.wqkv = nn.Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = nn.Linear(n_heads * self.head_dim, config.dim, bias=config.wo_bias)
-        self.score_cap, self.whole_norm, make = config.score_cap, config.whole_qk_norm, norms.NORMS[config.norm]
         for name, heads in ("q_norm", n_heads), ("k_norm", n_kv_heads):
             size = self.head_dim * (heads if self.whole_norm else 1)
-            self.add_module(name, make(size, config.norm_eps) if config.qk_norm else nn.Identity())
+            self.add_module(name, make_norm(size, config.norm_eps) if config.qk_norm else nn.Identity())
 
     @property
-    def n_kv_heads(self):
+    def n_kv_heads(self):  # wqkv has N (1 + gates) + 2 K heads of rows, wo has N of columns
         return (self.wqkv.out_features - self.wo.in_features * (1 + self.gates)) // (2 * self.head_dim)
 
     def forward(self, x, metadata, cache):
@@ -398,7 +398,7 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
             y = self.attend(q, *(cache or (k, v)), mask, metadata.positions)
-        y = y.reshape(q.shape)
+        y = y.reshape(q.shape)  # (B, K, G, S, H)
         if self.gates:
             y = y * qkv[:, :, 1:-2:2].sigmoid()
         return self.wo(y.flatten(1, 2).transpose(1, 2).reshape(B, S, -1))

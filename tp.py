@@ -45,12 +45,13 @@ def head_ranges(config, rank, shares):
     if tp_size <= K:
         first, last = split_range(K, rank, shares, "KV heads")
         return [(first * group_rows, last * group_rows)], [(first * G * H, last * G * H)]
-    group = rank * K // tp_size
-    sharers = [r for r in range(tp_size) if r * K // tp_size == group]  # the ranks that share this KV head
+    kv_heads = [r * K // tp_size for r in range(tp_size)]  # of each rank
+    kv_head = kv_heads[rank]
+    sharers = [r for r in range(tp_size) if kv_heads[r] == kv_head]
     first, last = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
-    start, stop = group * group_rows, (group + 1) * group_rows
+    start, stop = kv_head * group_rows, (kv_head + 1) * group_rows
     queries = start + first * query_rows, start + last * query_rows
-    return [queries, (stop - 2 * H, stop)], [((group * G + first) * H, (group * G + last) * H)]
+    return [queries, (stop - 2 * H, stop)], [((kv_head * G + first) * H, (kv_head * G + last) * H)]
 
 
 def neuron_range(config, neurons, rank, shares):
@@ -90,8 +91,8 @@ def shard_plan(config, rank, shares):
         first, last = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
         plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, last)
     if config.whole_qk_norm:
-        [(start, stop)], H = wo, config.head_dim
-        columns = N // config.n_kv_heads * H  # wo's columns per KV head; k_norm has whole KV heads
+        (start, stop), H = wo[0], config.head_dim
+        columns = N // config.n_kv_heads * H  # of wo for a KV head, of which k_norm has H
         plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // columns * H, -(-stop // columns) * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
@@ -123,13 +124,14 @@ def shard_slices(model, dtype, rank=0, shares=(1,)):
         key = owner.split(".", 3)[-1]  # "layers.3.attention.wo" is "wo" in the plan
         dim, ranges = plan.get(key, (0, None))
         shape, columns = list(whole.shape), 1
-        if dim == 1 and tensor == "bias":  # added to a partial sum: by rank 0 alone
-            dim, ranges = 0, (None if rank == 0 else [])
-        elif dim == 1 and whole.shape[-1] == 1:  # the scale of a row
-            ranges = None
-        elif dim == 1:
-            columns = model.get_submodule(path).in_features // whole.shape[-1]
-        dim += whole.dim() == 3  # dimension 0: experts
+        if dim == 1:  # row-parallel
+            if tensor == "bias":  # added to a partial sum: by rank 0 alone
+                dim, ranges = 0, (None if rank == 0 else [])
+            elif whole.shape[-1] == 1:  # the scale of a row
+                ranges = None
+            else:
+                columns = model.get_submodule(path).in_features // whole.shape[-1]
+        dim += whole.dim() == 3  # (experts, rows, columns)
         if ranges:
             shape[dim] = int_groups.stored_columns(ranges, columns)
         stored = dtype if whole.is_floating_point() else whole.dtype
@@ -171,8 +173,8 @@ def _set_parameter(model, name, tensor):
 
 
 # ---- The collectives -------------------------------------------------------------------------------------------------
-# COLLECTIVES: ways to sum over ranks, {name: connect}. connect(world) gets a World whose group is torch.distributed's
-# default, and returns the group that sums, or raises InputError on all ranks alike. Its docstring begins with its help.
+# COLLECTIVES: ways to sum over ranks, {name: connect}. connect(world) returns the process group whose all-reduce sums
+# (world.group is the default one), or raises InputError on all ranks alike. Its docstring begins with its help.
 
 
 def connect_auto(world):
@@ -212,21 +214,21 @@ class TensorParallel:
         from kernels import ordered  # noqa: F401, defines torch.ops.ladder
 
         self.tp_size = self.lanes = len(shares)  # one lane a rank; for more, extras/lanes wraps this
-        self.vocab_size, self.group = config.vocab_size, group.group_name
+        self.vocab_size, self.group_name = config.vocab_size, group.group_name
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
         self.first, self.sizes = ranges[group.rank()][0], [stop - start for start, stop in ranges]
 
     def start(self, partial):
-        return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group)
+        return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group_name)
 
     def wait(self, pending):
         return torch.ops._c10d_functional.wait_tensor(pending)
 
     def settle(self, x, pending, after=None):
-        """Return x + wait(pending), in compiled code not before the all-reduce `after` has started.
+        """Return x + wait(pending), in compiled code not before the all-reduce `after` has started: docs/code.md.
 
-        To the compiler, kernels/ordered.py's operators are opaque: what reads their result stays behind them, and they
-        stay behind `after`, their input. docs/code.md says why.
+        To the compiler, kernels/ordered.py's operators are opaque: they stay behind `after`, their input, and what
+        reads their result stays behind them.
         """
         if after is None:
             return x + self.wait(pending)
@@ -238,14 +240,14 @@ class TensorParallel:
         return x + pending
 
     def pin(self, x, after):
-        return torch.ops.ladder.settle(x, None, after)
+        return torch.ops.ladder.settle(x, None, after)  # settles nothing
 
     def local_logits(self, logits):
         width = -(-max(self.sizes) // VOCAB_BLOCK) * VOCAB_BLOCK
         return pad_logits(logits, width), self.first, self.vocab_size
 
     def all_gather(self, x):
-        return torch.ops.ladder.gather(x, self.tp_size, self.group)
+        return torch.ops.ladder.gather(x, self.tp_size, self.group_name)
 
     def gather_logits(self, logits):
         shards = self.all_gather(self.local_logits(logits)[0])

@@ -1,12 +1,8 @@
-"""How a script starts and ends: its ranks meet, what ends one ends all, and one of them says why."""
+"""How a script starts: its ranks meet. Also run(), from a script's main() to its end."""
 
 import contextlib
-import errno
-import json
 import os
 import sys
-import time
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -14,9 +10,8 @@ import torch.distributed as dist
 import tp
 from formats.checkpoint import first_line
 from runtime import place, signals
-from runtime.errors import InputError, Verdict, find_extra
+from runtime.errors import InputError, find_extra
 
-at_end = []  # functions to call before this process ends, even if its main thread is stuck
 watch = None  # the Watch of extras/watch, if this process has one
 
 
@@ -170,60 +165,6 @@ def run(main):
         error = watch.explain(error)
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # what --help printed, or the text so far
-    leave(error)
+    from runtime import ending
 
-
-def printable(text):
-    """Return a text in one line of at most 500 characters: what it quotes may come from a stranger's file."""
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return text if len(text) <= 500 else f"{text[:300]} ... {text[-190:]}"
-
-
-def out_of_memory(error):
-    """Return whether an exception says that memory is short; PyTorch's for CPUs is a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def leave(error):
-    """End this process with the exit code of the first rank that leaves, which also says why."""
-    folder, script = os.path.split(sys.argv[0])
-    script = os.path.basename(folder) if script == "__main__.py" else script  # of python -m extras.NAME
-    rank, tp_size = rank_and_size()
-    who = f"{script}: rank {rank} of {tp_size}" if tp_size > 1 else f"{script}:"
-    where = f" in {place.here}" if tp_size > 1 or place.here.phase != "start" else ""
-    what = f"({type(error).__name__}: {printable(first_line(error))})"
-    full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
-    endings = [
-        (error is None, 0, ""),
-        (isinstance(error, SystemExit), getattr(error, "code", 0) or 0, ""),
-        (isinstance(error, InputError), 2, f"{script}: {printable(str(error))}"),
-        (isinstance(error, Verdict), 1, f"\n{script}: {error}"),  # a progress bar may stand in the line before
-        (isinstance(error, signals.Terminated), 143, f"{who} was stopped by {error}{where}"),
-        (isinstance(error, KeyboardInterrupt), 130, str(error) or "interrupted"),
-        (isinstance(error, BrokenPipeError), 1, ""),  # whoever read our output has gone
-        (full, 1, f"{script}: the output cannot be written: {what}"),
-        (out_of_memory(error), 1, f"{who} ran out of memory {what}{where}"),
-        (True, 1, "".join(traceback.format_exception(error)) + f"{who} failed {what}{where}"),
-    ]
-    code, line = next((code, line) for matches, code, line in endings if matches)
-    speaks = True
-    if tp_size > 1:
-        from runtime import ranks
-
-        code, speaks = ranks.leave_first(code, rank, error)
-    if line and speaks:
-        print(line, file=sys.stderr, flush=True)
-    if line and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # what torchrun's report then ends with
-        # which is the earliest failure's, and those that torchrun then stops may be of the same second
-        earlier = str(int(time.time()) - 1)
-        cause = {"message": line.strip().splitlines()[-1], "extraInfo": {"timestamp": earlier}}
-        with contextlib.suppress(OSError), open(path, "w") as f:
-            json.dump({"message": cause}, f)
-    for function in at_end:
-        with contextlib.suppress(Exception):  # the terminal may have gone
-            function()
-    if isinstance(error, OSError):  # what is still to be written goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if tp_size > 1:
-        os._exit(code)  # the destructors of a process group may wait for peers that are gone, or abort
-    sys.exit(code)
+    ending.leave(error)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT
 
-from runtime import compiling, launch, place, ranks
+from runtime import compiling, ending, launch, place, ranks
 from runtime.errors import InputError, Verdict
 from runtime.signals import Terminated
 
@@ -68,10 +68,10 @@ def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():
 ])  # fmt: skip
 def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, capsys):
     undone = []
-    monkeypatch.setattr(launch, "at_end", [lambda: 1 / 0, lambda: undone.append(1)])  # the first fails
+    monkeypatch.setattr(ending, "at_end", [lambda: 1 / 0, lambda: undone.append(1)])  # the first fails
     monkeypatch.setattr(sys, "argv", ["/some/where/x.py"])
     with pytest.raises(SystemExit) as end:
-        launch.leave(error)
+        ending.leave(error)
     assert (end.value.code, capsys.readouterr().err, undone) == (code, line, [1])
 
 
@@ -89,7 +89,7 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}"))
         monkeypatch.delenv("GROUP_RANK", raising=False) if node is None else monkeypatch.setenv("GROUP_RANK", node)
         with pytest.raises(SystemExit) as end:
-            launch.leave(error)
+            ending.leave(error)
         assert capsys.readouterr().err.count("wrong") == (rank == 1)
         return end.value.code
 

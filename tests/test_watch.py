@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from extras import watch
-from runtime import launch, place
+from runtime import ending, place
 from runtime.errors import InputError, Verdict
 
 
@@ -52,7 +52,7 @@ class Alone(watch.Watch):
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     monkeypatch.setattr(place, "here", place.Place("decode step", 7, timed=True))
-    monkeypatch.setattr(launch, "at_end", [])
+    monkeypatch.setattr(ending, "at_end", [])
 
 
 def test_a_rank_without_a_sign_of_life_ends_the_run():
@@ -62,7 +62,7 @@ def test_a_rank_without_a_sign_of_life_ends_the_run():
     line = "rank 1 and rank 2 of 3 hang in decode step 7: no sign of life for 3 s (LADDER_TIMEOUT)"
     w.processes = {1: -1}
     assert w.ticks_until_the_end() == (4, line)
-    [kill] = launch.at_end  # the one of this node, which hears no other signal
+    [kill] = ending.at_end  # the one of this node, which hears no other signal
     assert kill.args == (-1, signal.SIGKILL)
     w = Alone(3)
     place.at("load of", "norm.weight")
@@ -156,7 +156,7 @@ def test_a_rank_that_does_not_start_and_a_store_that_does_not_answer_end_the_run
 
 def test_a_rank_whose_main_thread_cannot_end_it_is_ended_by_its_watch(monkeypatch):
     w, calls = Alone(), []
-    monkeypatch.setattr(launch, "leave", calls.append)
+    monkeypatch.setattr(ending, "leave", calls.append)
     monkeypatch.setattr(watch, "GRACE", 0)
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace(memory_abandon=lambda: calls.append("abandon")))
     monkeypatch.setattr(os, "kill", lambda process, number: calls.append((process == os.getpid(), number)))

@@ -28,7 +28,7 @@ import generate
 from extras.serve.protocol import Text, check, logprobs_of, parse
 from extras.serve.rows import Rows
 from formats import checkpoint
-from runtime import cli, launch, place, signals
+from runtime import cli, ending, launch, place, signals
 from runtime.errors import InputError
 
 MAX_BODY = 2**22
@@ -134,7 +134,7 @@ class Front:
         self.server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet))
         self.thread = threading.Thread(target=self.server.run, args=[[listener]], daemon=True)
         self.thread.start()
-        launch.at_end.append(self.close)
+        ending.at_end.append(self.close)
 
     # ---- In its own thread
 

@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from runtime import launch, place, ranks
+from runtime import ending, place, ranks
 from runtime.errors import InputError, StoreLost, Verdict
 from runtime.signals import Terminated
 
@@ -136,7 +136,7 @@ class Watch(threading.Thread):
         self.seen, late = seen, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
         if late:
             stopped = [self.processes[rank] for rank in late if rank in self.processes]  # which hear no other signal
-            launch.at_end.extend(functools.partial(os.kill, process, signal.SIGKILL) for process in stopped)
+            ending.at_end.extend(functools.partial(os.kill, process, signal.SIGKILL) for process in stopped)
             self._end_hung(late, "no sign of life")
         if self.still > self.timeout > 0 and all(each.timed for each in seen):
             furthest = max(each.beats for each in seen)
@@ -157,7 +157,7 @@ class Watch(threading.Thread):
         ask_memory("abandon")
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(GRACE)
-        launch.leave(why)
+        ending.leave(why)
 
 
 def ask_memory(what):
