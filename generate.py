@@ -79,6 +79,7 @@ class Generation:
         self.runner, self.prompts, self.sample, self.draft = runner, prompts, sample, draft
         self.eos_ids, self.cached_tokens, context = eos_ids, cached_tokens, runner.model.config.max_seq_len
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
+        self.rows = [[] for _ in prompts]  # the new ids of each row, without end-of-sequence
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
         self.passes = 0  # of decode
@@ -116,7 +117,7 @@ class Generation:
             for i in ids:
                 if self.finish_reasons[row]:
                     break
-                if i == -1:
+                if i == -1:  # from the sampler
                     where = f"row {row} in step {len(sequence) - len(self.prompts[row])}"
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
                 sequence.append(i)
@@ -124,7 +125,9 @@ class Generation:
                     self.finish_reasons[row] = "stop"
                 else:
                     taken[row].append(i)
-                    self.finish_reasons[row] = "length" if len(sequence) >= self.ends[row] else None
+                    self.rows[row].append(i)
+                    if len(sequence) >= self.ends[row]:
+                        self.finish_reasons[row] = "length"
         place.at("output", timed=False)  # its reader may take a break
         return taken
 
@@ -132,12 +135,6 @@ class Generation:
     def new_tokens(self):
         """The number of new tokens of the longest row, end-of-sequence included."""
         return max(len(sequence) - len(prompt) for sequence, prompt in zip(self.sequences, self.prompts, strict=True))
-
-    @property
-    def rows(self):
-        """The new ids of each row, without end-of-sequence."""
-        pairs = zip(self.sequences, self.prompts, strict=True)
-        return [[i for i in ids[len(prompt) :] if i not in self.eos_ids] for ids, prompt in pairs]
 
 
 def generate(*args, **kwargs):

@@ -106,7 +106,7 @@ def residual_stream(x, sublayers, comm, config):
             oldest = in_flight.pop(0)
             x = comm.settle(x, oldest, *in_flight[-1:])
         in_flight.append(comm.start(h(x)))
-        yield  # here another stream may run: another chunk of the prompt
+        yield  # another chunk's stream may run here
     while in_flight:
         oldest = in_flight.pop(0)
         x = comm.settle(x, oldest, *in_flight[-1:])
@@ -459,17 +459,6 @@ class Block(nn.Module):
             self.attention_sum_norm, self.ffn_sum_norm = make(), make()
 
 
-def list_sublayers(config, sublayers_of):
-    """Return [(h, stale)] of all layers, in order, as a stream takes them. sublayers_of(wiring, i): [h] of layer i."""
-    sublayers, i = [], 0
-    while i < config.n_layers:
-        wiring = config.layer_wirings[i]
-        blocks = [sublayers_of(wiring, j) for j in range(i, i + wiring.blocks)]  # these run side by side
-        sublayers += [(functools.partial(_sum_of, hs), wiring.stale) for hs in zip(*blocks, strict=True)]
-        i += wiring.blocks
-    return sublayers
-
-
 def _sum_of(hs, x):
     return functools.reduce(operator.add, [h(x) for h in hs])
 
@@ -530,7 +519,7 @@ class Transformer(nn.Module):
             n_keys += chunk.shape[1]
             # None: the first chunk of a fresh prompt has no keys before it in the cache
             keys = None if fresh and not streams else torch.arange(n_keys, device=tokens.device)
-            metadata = self.metadata(at, keys=keys, max_length=max_length, last=last)
+            metadata = attention_metadata(self, at, keys, max_length, last)
             streams.append(self.stream(self.embed(chunk), metadata, cache))
         return streams
 
@@ -548,11 +537,14 @@ class Transformer(nn.Module):
 
     def sublayers(self, metadata, cache=None):
         """Return the sublayers in order, [(h, stale)], as a stream takes them."""
-
-        def sublayers_of(wiring, i):
-            return wiring.split(self.layers[i], metadata, cache and cache[i])
-
-        return list_sublayers(self.config, sublayers_of)
+        sublayers, i = [], 0
+        while i < len(self.layers):
+            wiring = self.config.layer_wirings[i]
+            side_by_side = range(i, i + wiring.blocks)
+            blocks = [wiring.split(self.layers[j], metadata, cache and cache[j]) for j in side_by_side]
+            sublayers += [(functools.partial(_sum_of, hs), wiring.stale) for hs in zip(*blocks, strict=True)]
+            i += wiring.blocks
+        return sublayers
 
     def head(self, x, select=None):
         """Return the logits of the last layer's x (B, S, D); select: as in forward."""
@@ -564,10 +556,6 @@ class Transformer(nn.Module):
         """Return the local logits (..., v) of the normed x (..., D)."""
         logits, cap = self.output(x), self.config.logit_cap
         return logits if cap is None else cap * (logits / cap).tanh()
-
-    def metadata(self, positions, **how):
-        """Return the AttentionMetadata of tokens at these positions (B, S); how: see attention_metadata."""
-        return attention_metadata(self.config, self.rope_frequencies, self.comm, positions, **how)
 
     def new_cache(self, batch, length):
         """Return a static cache of `length` slots: for each layer a (k, v), or the state of a linear one."""

@@ -66,17 +66,17 @@ class AttentionMetadata(NamedTuple):
     last: torch.Tensor | None = None
 
 
-def attention_metadata(config, frequencies, comm, positions, keys=None, max_length=None, last=None, mask=None):
-    """Return the AttentionMetadata of tokens at these positions (B, S).
+def attention_metadata(model, positions, keys=None, max_length=None, last=None, mask=None):
+    """Return the AttentionMetadata of a model.Transformer for tokens at these positions (B, S).
 
-    frequencies: those of rope_frequencies. keys (T'): the positions of the keys in the cache; None: the keys are those
-    of this pass, and mask (B, S, S) says who attends to them; by default each token attends to all up to itself.
-    max_length: how long a row may get in this run, by default S.
+    keys (T'): the positions of the keys in the cache; None: the keys are those of this pass, and mask (B, S, S) says
+    who attends to them; by default each token attends to all up to itself. max_length: how long a row may get in this
+    run, by default S.
     """
-    c, scaling, rows = config, config.rope_scaling or {}, torch.arange(len(positions), device=positions.device)
+    c, scaling = model.config, model.config.rope_scaling or {}
 
     def rope(row, factor=1.0):
-        angles = (positions[..., None] * frequencies[row])[:, None, None]
+        angles = (positions[..., None] * model.rope_frequencies[row])[:, None, None]
         return angles.cos() * factor, angles.sin() * factor
 
     # beyond its original context, longrope uses its long factors for all keys
@@ -93,4 +93,5 @@ def attention_metadata(config, frequencies, comm, positions, keys=None, max_leng
     if c.llama4_beta:
         contexts = positions // scaling[ORIGINAL]
         scale = (1 + c.llama4_beta * (contexts + 1).log())[:, None, None, :, None] * (scale or 1.0)
-    return AttentionMetadata(*ropes, mask, window_mask, rows[:, None], positions, comm, query_scale=scale, last=last)
+    rows = torch.arange(len(positions), device=positions.device)[:, None]
+    return AttentionMetadata(*ropes, mask, window_mask, rows, positions, model.comm, query_scale=scale, last=last)

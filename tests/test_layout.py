@@ -92,5 +92,5 @@ def test_the_readmes_example_runs():
 def test_the_readmes_wiring_is_one(monkeypatch):
     monkeypatch.setattr(model, "WIRINGS", dict(model.WIRINGS))
     exec(readme_blocks()[1], vars(model).copy())
-    assert "parallel-delayed" in model.WIRINGS
-    assert not dataclasses.replace(BASE, wiring="parallel-delayed").standard_in_one_lane  # there it is parallel
+    config = dataclasses.replace(BASE, n_layers=4, wiring="triple-ladder")  # the last three of them
+    assert [len(h.args[0]) for h, _ in model.build(config).sublayers(None)] == [1, 1, 3, 3]

@@ -22,6 +22,7 @@ from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
 from kernels.int_linear import recast
+from kernels.positions import attention_metadata
 from model import Transformer, interleave
 from model import build as build_model
 from runtime import cli, launch, place, writing
@@ -50,7 +51,7 @@ class Trainee(Transformer):
 
     def forward(self, batch):
         """Return the normed stream (B, S, D), from which self.logits computes logits."""
-        x, metadata = self.embed(batch.tokens), self.metadata(batch.positions, mask=batch.mask)
+        x, metadata = self.embed(batch.tokens), attention_metadata(self, batch.positions, mask=batch.mask)
         streams = lanes.streams(self, x, metadata) if self.config.lanes else [self.stream(x, metadata)]
         return self.norm(interleave(streams)[0])  # all lanes end with the same x
 
