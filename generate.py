@@ -4,15 +4,13 @@ python generate.py --checkpoint demo --prompt "Once upon a time"
 torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time"
 """
 
-# main: read the flags, load the model, iterate over a Generation, report. A step of it is Runner.next_tokens, in
-# decoding/runner.py: the model, then the sampler. Every rank runs all of this: each picks candidates from its part of
-# the vocabulary, the ranks exchange them, and all, having the same seed, choose the same token.
+# Every rank runs main. A step is Runner.next_tokens (decoding/runner.py): the model, then the sampler. Each rank picks
+# candidates from its part of the vocabulary, they exchange them, and all, having the same seed, choose the same token.
 
 import functools
 import os
 import time
 import zlib
-from typing import NamedTuple
 
 if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -23,20 +21,17 @@ from decoding.runner import Runner, make_cache, pad
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from model import Config
 from runtime import cli, launch, place, report
 from runtime.cli import count, number
 from runtime.errors import InputError, find_extra, load_extra
-from runtime.launch import World
 from tp import TensorParallel, load_shard
 
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
-    # One lane a rank is an ordinary shard; several, or a wiring with a model of its own, take extras/lanes.
-    one_each = not config.lanes or world.shares == (1,) * config.lanes
-    ordinary = one_each and not config.named_wiring.model
-    load = load_shard if ordinary else load_extra("lanes", f"wiring {config.wiring}").load_lanes
+    load = load_shard  # an ordinary shard, one lane a rank
+    if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:
+        load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
         if folder:
             weights = checkpoint.Weights(folder)
@@ -111,25 +106,24 @@ class Generation:
 
     def take(self, new):
         """Add the ids that a pass gave each row to its sequence, up to its end; return them without end-of-sequence."""
-        taken = [[] for _ in new]
+        before = [len(row) for row in self.rows]
         for row, ids in enumerate(new):
             sequence = self.sequences[row]
             for i in ids:
                 if self.finish_reasons[row]:
                     break
                 if i == -1:  # from the sampler
-                    where = f"row {row} in step {len(sequence) - len(self.prompts[row])}"
+                    where = f"row {row} in step {len(self.rows[row])}"
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
                 sequence.append(i)
                 if i in self.eos_ids:
                     self.finish_reasons[row] = "stop"
                 else:
-                    taken[row].append(i)
                     self.rows[row].append(i)
                     if len(sequence) >= self.ends[row]:
                         self.finish_reasons[row] = "length"
         place.at("output", timed=False)  # its reader may take a break
-        return taken
+        return [row[n:] for row, n in zip(self.rows, before, strict=True)]
 
     @property
     def new_tokens(self):
@@ -149,7 +143,6 @@ def generate(*args, **kwargs):
 
 
 def add_flags(p):
-    """Add the flags of this script to a cli.Parser."""
     g = p.add_argument_group("model")
     cli.add_model_flags(g, required=True)
     words = 'torch.compile the decode step, with "all" the prefill too; needs a C++ compiler'
@@ -170,77 +163,54 @@ def add_flags(p):
     cli.add_json_flag(g)
 
 
-class Run(NamedTuple):
-    """What the flags ask for, as read_flags makes it, and what load adds to it."""
+class Run:
+    """What the flags ask for: all that they name is checked here, before a rank loads. Raises InputError."""
 
-    args: object
-    name: str  # of the model
-    config: Config
-    tokenizer: object  # or None
-    prompts: list
-    max_new_tokens: int  # as the context allows
-    slots: int  # of the cache that a step may read
-    sample: Sampler
-    draft_source: object  # the extras.drafts Source that --draft names, or None
-    runner: Runner | None = None  # set by load, as is all below
-    draft: object = None  # of the Generation
-    load_s: float = 0.0
-    compile_s: float = 0.0
+    def __init__(self, args, world):
+        self.args, self.world = args, world
+        with world.together():
+            if args.compile:
+                from runtime import compiling
 
+                compiling.prepare(world.device)
+            self.sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
+            self.name, own = cli.read_config(args)
+            self.config = config = cli.with_wiring(own, args)
+            self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
+            if args.checkpoint and world.rank == 0:
+                cli.warn_of_wiring(own, config, world.shares)
+            self.prompts, chats = cli.read_prompts(args, config, self.tokenizer), cli.is_chat(args)
+            context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
+            self.max_new_tokens = cli.fit(args.max_new_tokens, self.prompts, context)  # as the context allows
+            self.slots = context if chats else max(map(len, self.prompts)) + self.max_new_tokens  # of the cache
+            self.draft_source = source = None
+            if args.draft:
+                drafts = load_extra("drafts", f"--draft {args.draft}")
+                self.draft_source = source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
+            dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
+            report.warn_of_memory(world, config, dtype, len(self.prompts), self.slots)
+        contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
+        contents["--draft"] = source and (source.name, source.count)
+        world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
 
-def read_flags(args, world):
-    """Return the Run that the flags ask for, without its model; all that they name is checked before a rank loads.
-
-    Raises InputError.
-    """
-    with world.together():
+    def load(self):
+        """Load the model, and compile it if asked for. Raises InputError."""
+        args, world, start = self.args, self.world, time.perf_counter()
+        model = load_model(self.config, args.checkpoint, args.dtype, world)
+        cache = make_cache(model, len(self.prompts), self.slots)
+        with world.together():
+            self.runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
+            self.runner.shows_progress = world.rank == 0
+            self.draft = None
+            if self.draft_source:
+                load_whole = functools.partial(load_model, dtype=args.dtype, world=launch.World(0, 1, world.device))
+                self.draft = load_extra("drafts", "--draft").build(self.draft_source, self.runner, load_whole)
+        self.load_s, self.compile_s = time.perf_counter() - start, 0.0
         if args.compile:
             from runtime import compiling
 
-            compiling.prepare(world.device)
-        sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
-        name, own = cli.read_config(args)
-        config = cli.with_wiring(own, args)
-        tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
-        if args.checkpoint and world.rank == 0:
-            cli.warn_of_wiring(own, config, world.shares)
-        prompts, chats = cli.read_prompts(args, config, tokenizer), cli.is_chat(args)
-        context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
-        max_new_tokens = cli.fit(args.max_new_tokens, prompts, context)
-        slots = context if chats else max(map(len, prompts)) + max_new_tokens
-        source = None
-        if args.draft:
-            drafts = load_extra("drafts", f"--draft {args.draft}")
-            source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
-        dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
-        report.warn_of_memory(world, config, dtype, len(prompts), slots)
-    contents = {
-        "tokens of the prompts": zlib.crc32(str(prompts).encode()),
-        "--draft": source and (source.name, source.count),
-    }
-    world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
-    return Run(args, name, config, tokenizer, prompts, max_new_tokens, slots, sample, source)
-
-
-def load(run, world):
-    """Return the Run with its model loaded, and compiled if asked for. Raises InputError."""
-    args, start = run.args, time.perf_counter()
-    model = load_model(run.config, args.checkpoint, args.dtype, world)
-    cache = make_cache(model, len(run.prompts), run.slots)
-    with world.together():
-        runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
-        runner.shows_progress = world.rank == 0
-        draft = None
-        if run.draft_source:
-            load_whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
-            draft = load_extra("drafts", "--draft").build(run.draft_source, runner, load_whole)
-    load_s, compile_s = time.perf_counter() - start, 0.0
-    if args.compile:
-        from runtime import compiling
-
-        world.say("compiling ...")
-        compile_s = compiling.warm_up(runner, run.prompts, run.max_new_tokens, run.sample, draft)
-    return run._replace(runner=runner, draft=draft, load_s=load_s, compile_s=compile_s)
+            world.say("compiling ...")
+            self.compile_s = compiling.warm_up(self.runner, self.prompts, self.max_new_tokens, self.sample, self.draft)
 
 
 def main(argv=None):
@@ -248,19 +218,16 @@ def main(argv=None):
     add_flags(parser)
     args = parser.parse_args(argv)
     world = launch.join(args.device, vars(args))
-    run = load(read_flags(args, world), world)
+    run = Run(args, world)
+    run.load()
     if cli.is_chat(args):
         return load_extra("chat", "--chat without a prompt").chat_on_terminal(run, world, Generation)
-    prompts, max_new_tokens, printer = run.prompts, run.max_new_tokens, None
-    if world.rank == 0:
-        printer = cli.Printer(prompts, run.tokenizer, max_new_tokens, show_prompt=args.chat is None)
-    generation = Generation(run.runner, prompts, max_new_tokens, run.sample, run.config.eos_ids, run.draft)
+    printer = cli.Printer(world.rank, run.prompts, run.tokenizer, run.max_new_tokens, show_prompt=args.chat is None)
+    generation = Generation(run.runner, run.prompts, run.max_new_tokens, run.sample, run.config.eos_ids, run.draft)
     with run.runner.unguarded():
         for ids in generation:
-            if printer:
-                printer.push(ids)
-    texts = printer and printer.finish(generation.rows)
-    result = report.result(run, generation, texts, world)
+            printer.push(ids)
+    result = report.result(run, generation, printer.finish(generation.rows), world)
     world.say(report.summary(result))
     if args.json and world.rank == 0:
         from runtime import benchmarking, writing

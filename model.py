@@ -26,20 +26,17 @@ from runtime.errors import load_extra
 VOCAB_BLOCK = 16  # the output head is sharded in blocks of so many token ids
 
 
-def pad_logits(logits, width):
-    """Pad local logits (..., v) to (..., width) with the dtype's minimum, so that padding is never sampled."""
-    missing = width - logits.shape[-1]
+def pad_logits(logits, n):
+    """Pad local logits to n, rounded up to whole blocks, with the dtype's minimum, so that padding is never sampled."""
+    missing = -(-n // VOCAB_BLOCK) * VOCAB_BLOCK - logits.shape[-1]
     return F.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min) if missing else logits
 
 
 class SingleDevice:
-    """The collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones.
+    """The collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones."""
 
-    tp_size: the number of ranks. lanes: how many partials an all-reduce adds up: one of each rank, or several with
-    extras/lanes.
-    """
-
-    tp_size = lanes = 1
+    tp_size = 1  # ranks
+    lanes = 1  # partials that an all-reduce adds up: one of each rank, or several with extras/lanes
 
     def start(self, partial):
         """Start the all-reduce of a partial and return at once; the result is the argument of wait."""
@@ -50,10 +47,7 @@ class SingleDevice:
         return pending
 
     def settle(self, x, pending, after=None):
-        """Return x + wait(pending).
-
-        after: what a later start returned. It keeps the compiler from moving this wait before that start: docs/code.md.
-        """
+        """Return x + wait(pending); the compiler does not move the wait before `after`, what a later start returned."""
         return x + pending
 
     def pin(self, x, after):
@@ -62,8 +56,7 @@ class SingleDevice:
 
     def local_logits(self, logits):
         """Return (local logits padded to whole blocks, equally wide on all ranks; their first token id; V)."""
-        V = logits.shape[-1]
-        return pad_logits(logits, -(-V // VOCAB_BLOCK) * VOCAB_BLOCK), 0, V
+        return pad_logits(logits, logits.shape[-1]), 0, logits.shape[-1]
 
     def all_gather(self, x):
         """Return every rank's x, (tp_size, *x.shape)."""
@@ -142,29 +135,23 @@ def desynced_stream(x, sublayers, comm, config):
     yield x
 
 
-def attention_then_mlp(block, metadata, cache):
-    return [
-        lambda x: block.attention(block.attention_norm(x), metadata, cache),
-        lambda x: block.feed_forward(block.ffn_norm(x)),
-    ]
+def attention(x, block, metadata, cache):
+    return block.attention(block.attention_norm(x), metadata, cache)
 
 
-def attention_plus_mlp(block, metadata, cache):
-    def both(x):
-        x = block.attention_norm(x)
-        return block.attention(x, metadata, cache) + block.feed_forward(x)
-
-    return [both]
+def mlp(x, block, metadata, cache):
+    return block.feed_forward(block.ffn_norm(x))
 
 
-def attention_into_mlp(block, metadata, cache):
+def attention_plus_mlp(x, block, metadata, cache):
+    x = block.attention_norm(x)
+    return block.attention(x, metadata, cache) + block.feed_forward(x)
+
+
+def attention_into_mlp(x, block, metadata, cache):
     """Sync-point drop: the MLP reads the local partial y of the attention, without an all-reduce between them."""
-
-    def both(x):
-        y = block.attention(block.attention_norm(x), metadata, cache)
-        return y + block.feed_forward(block.ffn_norm(x + y))
-
-    return [both]
+    y = attention(x, block, metadata, cache)
+    return y + mlp(x + y, block, metadata, cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +163,7 @@ class Wiring:
     """
 
     about: str  # its line of --help
-    split: Callable = attention_then_mlp  # returns the sublayers [h] of a block
+    sublayers: tuple[Callable, ...] = (attention, mlp)  # of a block
     blocks: int = 1  # how many run side by side: their attentions share an input and a sum, then their MLPs
     stream: Callable = residual_stream  # runs the sublayers, as described above
     stale: int = 0  # how many of the last sums a sublayer does not wait for; in NAME-K, K
@@ -190,30 +177,21 @@ class Wiring:
 WIRINGS = {
     "standard": Wiring("the pre-norm Llama block", parameter=None),
     "ladder": Wiring("every sublayer reads the stream one sublayer late", stale=1),
-    "parallel": Wiring("attention + MLP of one input", attention_plus_mlp, norms=("attention_norm",)),
-    "parallel-ladder": Wiring("parallel, one block late", attention_plus_mlp, stale=1, norms=("attention_norm",)),
+    "parallel": Wiring("attention + MLP of one input", (attention_plus_mlp,), norms=("attention_norm",)),
+    "parallel-ladder": Wiring("parallel, one block late", (attention_plus_mlp,), stale=1, norms=("attention_norm",)),
     "pair": Wiring("two neighbouring blocks of one input", blocks=2, small_loss=True),
     "pair-ladder": Wiring("pair, one sublayer late", blocks=2, stale=1),
-    "spd": Wiring("the MLP reads its own rank's attention", attention_into_mlp, depends_on_lanes=True, small_loss=True),
-    "spd-ladder": Wiring("spd, one block late", attention_into_mlp, stale=1, depends_on_lanes=True),
-    "delayed": Wiring(
-        "a ladder that misses only other ranks' partials", stream=delayed_stream, stale=1, depends_on_lanes=True
-    ),
-    "desync": Wiring(
-        "only every N-th all-reduce (2)", stream=desynced_stream, parameter="period", depends_on_lanes=True
-    ),
-    "upper-bound": Wiring(
-        "no all-reduce: a bound on speed", stream=desynced_stream, parameter=None, depends_on_lanes=True
-    ),
-}  # fmt: skip
+    "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True, small_loss=True),
+    "spd-ladder": Wiring("spd, one block late", (attention_into_mlp,), stale=1, depends_on_lanes=True),
+    "delayed": Wiring("a ladder that misses others' partials", stream=delayed_stream, stale=1, depends_on_lanes=True),
+    "desync": Wiring("every N-th all-reduce (2)", stream=desynced_stream, parameter="period", depends_on_lanes=True),
+    "upper-bound": Wiring("no sums: a bound on speed", stream=desynced_stream, parameter=None, depends_on_lanes=True),
+}
 WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the extra whose import adds it to WIRINGS
 
 
 def parse_wiring(text):
     """Return the wiring_text.Parsed of a wiring's text. Raises InputError."""
-    for name, extra in WIRINGS_IN_EXTRAS.items():
-        if text.startswith(name):
-            load_extra(extra, f"wiring {text}")
     return wiring_text.parse(text, WIRINGS, WIRINGS_IN_EXTRAS)
 
 
@@ -262,7 +240,7 @@ class Config:
     input_norms: bool = True  # of what a sublayer reads
     sum_norms: bool = False  # of the sum of a sublayer's partials, before it is added to the stream
     mlp_bias: bool = False
-    activation: str = "silu"  # of the MLP's gate, one of ACTIVATIONS
+    activation: str = "silu"  # of the MLP's gate, one of config_check.ACTIVATIONS
     embedding_scale: float | None = None
     logit_cap: float | None = None
     # extras/experts, a mixture of experts
@@ -279,13 +257,10 @@ class Config:
     laneformer: dict | None = None
 
     def __post_init__(self):
-        _ = self.layer_wirings, self.period, self.lanes  # once, now: the compiler cannot trace how text is parsed
+        _ = self.layer_wirings  # once, now: the compiler cannot trace how text is parsed
         config_check.check(self)
 
-    @functools.cached_property
-    def parsed(self):
-        """The wiring_text.Parsed of `wiring`."""
-        return parse_wiring(self.wiring)
+    parsed = functools.cached_property(lambda self: parse_wiring(self.wiring))  # the wiring_text.Parsed of `wiring`
 
     @functools.cached_property
     def named_wiring(self):
@@ -295,12 +270,9 @@ class Config:
             name = "ladder"  # which it is without a shared expert
         return dataclasses.replace(WIRINGS[name], stale=stale) if stale else WIRINGS[name]
 
-    @functools.cached_property
-    def lanes(self):
-        """The fixed number of lanes, 8 in "spd/8", or None: one a rank."""
-        return self.parsed.lanes
+    lanes = property(lambda self: self.parsed.lanes)  # the fixed number of lanes, 8 in "spd/8", or None: one a rank
 
-    @functools.cached_property
+    @property
     def period(self):
         """n if desync keeps every n-th all-reduce, else None."""
         return (self.parsed.parameter or 2) if self.named_wiring.parameter == "period" else None
@@ -314,20 +286,12 @@ class Config:
     @property
     def mlps(self):
         """{prefix of their matrices' names: neurons} of the MLPs that ranks share out."""
-        if self.n_experts:
-            return load_extra("experts", "n_experts").mlps(self)
-        return {"": self.intermediate_size}
+        return load_extra("experts", "n_experts").mlps(self) if self.n_experts else {"": self.intermediate_size}
 
     @property
     def function(self):
         """A key that two configs share if their wirings compute the same: ladder:8 of 8 layers is ladder."""
         return self.layer_wirings, self.period, self.lanes
-
-    @property
-    def standard_in_one_lane(self):
-        """Whether this wiring with one lane computes what the standard wiring computes."""
-        w = self.named_wiring  # with one norm it computes what parallel computes
-        return w.depends_on_lanes and len(w.norms) > 1 and (w.stream is not residual_stream or not w.stale)
 
 
 def rewired(config, wiring):
@@ -424,13 +388,10 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
-
-
 class FeedForward(nn.Module):
     def __init__(self, dim, neurons, bias=False, activation="silu"):
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation = config_check.ACTIVATIONS[activation]
         self.w1 = nn.Linear(dim, neurons, bias)  # gate
         self.w3 = nn.Linear(dim, neurons, bias)  # up
         self.w2 = nn.Linear(neurons, dim, bias)  # down
@@ -444,10 +405,10 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        attention = Attention
+        kind = Attention
         if layer in config.linear_layers:
-            attention = load_extra("linear_attention", "linear_layers").GatedDeltaNet
-        self.attention = attention(config, layer)
+            kind = load_extra("linear_attention", "linear_layers").GatedDeltaNet
+        self.attention = kind(config, layer)
         if config.n_experts and layer not in config.dense_layers:
             self.feed_forward = load_extra("experts", "n_experts").MoE(config)
         else:
@@ -459,8 +420,19 @@ class Block(nn.Module):
             self.attention_sum_norm, self.ffn_sum_norm = make(), make()
 
 
-def _sum_of(hs, x):
-    return functools.reduce(operator.add, [h(x) for h in hs])
+def list_sublayers(config, blocks, metadata=None, cache=None):
+    """Return [(h, stale)] of all blocks, in order, as a stream takes them."""
+    sublayers, i = [], 0
+    while i < config.n_layers:
+        wiring = config.layer_wirings[i]
+        side_by_side = [(blocks[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
+        sublayers += [(functools.partial(_sum_of, h, side_by_side), wiring.stale) for h in wiring.sublayers]
+        i += wiring.blocks
+    return sublayers
+
+
+def _sum_of(h, blocks, x):
+    return functools.reduce(operator.add, [h(x, *block) for block in blocks])
 
 
 def cache_slots(cache):
@@ -500,28 +472,25 @@ class Transformer(nn.Module):
         `select`; with -1, none. chunks: how many parts to cut the sequence into: one computes while another's partials
         are summed. More than 1 needs a cache.
         """
-        x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, chunks, select)), dim=1)
+        x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, select, chunks)), dim=1)
         return self.head(x, select)
 
-    def streams(self, tokens, positions, cache, cache_length, chunks, select=None):
-        """Return a stream for each chunk of the sequence; the arguments are those of forward.
+    def streams(self, tokens, positions, cache, cache_length, select, chunks):
+        """Yield a stream for each chunk of the sequence; the arguments are those of forward.
 
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
         """
-        streams, S = [], tokens.shape[1]
-        fresh = positions is None
+        S, fresh = tokens.shape[1], positions is None
         max_length = cache_slots(cache) - 1 if cache else S  # the last one is never read: decoding/runner.py
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
         n_keys = cache_length - S  # before this pass; each chunk adds its own
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
+            is_first = fresh and n_keys == 0  # then there are no keys in the cache before it
             n_keys += chunk.shape[1]
-            # None: the first chunk of a fresh prompt has no keys before it in the cache
-            keys = None if fresh and not streams else torch.arange(n_keys, device=tokens.device)
-            metadata = attention_metadata(self, at, keys, max_length, last)
-            streams.append(self.stream(self.embed(chunk), metadata, cache))
-        return streams
+            keys = None if is_first else torch.arange(n_keys, device=tokens.device)
+            yield self.stream(self.embed(chunk), attention_metadata(self, at, keys, max_length, last), cache)
 
     def embed(self, tokens):
         """Return the embeddings (B, S, D) of tokens (B, S)."""
@@ -533,18 +502,8 @@ class Transformer(nn.Module):
         comm = self.comm
         if self.config.sum_norms:
             comm = norms.NormedSums(comm, [n for b in self.layers for n in (b.attention_sum_norm, b.ffn_sum_norm)])
-        return self.config.named_wiring.stream(x, self.sublayers(metadata, cache), comm, self.config)
-
-    def sublayers(self, metadata, cache=None):
-        """Return the sublayers in order, [(h, stale)], as a stream takes them."""
-        sublayers, i = [], 0
-        while i < len(self.layers):
-            wiring = self.config.layer_wirings[i]
-            side_by_side = range(i, i + wiring.blocks)
-            blocks = [wiring.split(self.layers[j], metadata, cache and cache[j]) for j in side_by_side]
-            sublayers += [(functools.partial(_sum_of, hs), wiring.stale) for hs in zip(*blocks, strict=True)]
-            i += wiring.blocks
-        return sublayers
+        sublayers = list_sublayers(self.config, self.layers, metadata, cache)
+        return self.config.named_wiring.stream(x, sublayers, comm, self.config)
 
     def head(self, x, select=None):
         """Return the logits of the last layer's x (B, S, D); select: as in forward."""

@@ -105,12 +105,12 @@ class ShardSlice(NamedTuple):
 
     shape: tuple
     dtype: torch.dtype
-    dim: int = 0
-    ranges: list | None = None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: zeros
-    columns: int = 1  # of the matrix that one stored number covers: 2 for a byte of int4, 64 for the scale of its group
+    dim: int
+    ranges: list | None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: zeros
+    columns: int  # of the matrix that one stored number covers: 2 for a byte of int4, 64 for the scale of its group
 
 
-def shard_slices(model, dtype, rank=0, shares=(1,)):
+def shard_slices(model, dtype, rank, shares):
     """Return {tensor of the checkpoint: ShardSlice} for a rank. dtype: of the tensors that are not integers.
 
     For example, of layers.0.attention.wo with 4096 columns, rank 1 of 2 holds: of the weight columns 2048 to 4096, in
@@ -243,8 +243,7 @@ class TensorParallel:
         return torch.ops.ladder.settle(x, None, after)  # settles nothing
 
     def local_logits(self, logits):
-        width = -(-max(self.sizes) // VOCAB_BLOCK) * VOCAB_BLOCK
-        return pad_logits(logits, width), self.first, self.vocab_size
+        return pad_logits(logits, max(self.sizes)), self.first, self.vocab_size
 
     def all_gather(self, x):
         return torch.ops.ladder.gather(x, self.tp_size, self.group_name)

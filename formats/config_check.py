@@ -1,9 +1,13 @@
 """What the values of a Config may be, beyond the types that formats/checkpoint.py checks."""
 
+import functools
+
+import torch.nn.functional as F
+
 from kernels.norms import NORMS
 from runtime.errors import InputError, load_extra
 
-ACTIVATIONS = "silu", "gelu_tanh"
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
 EXPERTS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
 
 

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 
 class Parsed(NamedTuple):
@@ -15,18 +15,21 @@ class Parsed(NamedTuple):
     lanes: int | None = None
 
 
-def parse(text, wirings, more):
+def parse(text, wirings, in_extras):
     """Return the Parsed of a text such as ladder, ladder:16, ladder:0,1, ladder:4-7, delayed-2/8 or desync:4.
 
     NAME:N wires the last N layers, NAME:I,J,... those layers, counted from 0 (one alone is "3,"), and NAME:I-J layers I
     to J; the others are standard. desync:N keeps every N-th all-reduce. NAME-K reads the stream K sublayers stale. /L
-    names the number of lanes, by default that of the ranks. wirings: model.WIRINGS; more: names of extras. Raises
-    InputError.
+    names the number of lanes, by default that of the ranks. wirings, in_extras: model.WIRINGS and WIRINGS_IN_EXTRAS.
+    Raises InputError.
     """
+    for name, extra in in_extras.items():
+        if text.startswith(name):
+            load_extra(extra, f"wiring {text}")  # adds it to wirings
     match = re.fullmatch(r"([a-z-]*[a-z])(?:-(\d{1,4}))?(?::([\d,-]+))?(?:/(\d{1,4}))?", text, re.ASCII)
     name, stale, parameter, lanes = match.groups() if match else (re.split("[:/]", text)[0], *3 * [None])
     if name not in wirings:
-        raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings | more)}")
+        raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings | in_extras)}")
     wiring, layers = wirings[name], r"\d{1,9}(,\d{1,9})*,?|\d{1,9}-\d{1,9}"
     form = {None: "", "period": "[1-9][0-9]{0,8}", "layers": layers}[wiring.parameter]
     fits = match and (parameter is None or re.fullmatch(form, parameter))

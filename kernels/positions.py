@@ -94,4 +94,4 @@ def attention_metadata(model, positions, keys=None, max_length=None, last=None, 
         contexts = positions // scaling[ORIGINAL]
         scale = (1 + c.llama4_beta * (contexts + 1).log())[:, None, None, :, None] * (scale or 1.0)
     rows = torch.arange(len(positions), device=positions.device)[:, None]
-    return AttentionMetadata(*ropes, mask, window_mask, rows, positions, model.comm, query_scale=scale, last=last)
+    return AttentionMetadata(*ropes, mask, window_mask, rows, positions, model.comm, scale, last)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from formats import checkpoint
 from formats.tokenizer import TextStream
-from model import WIRINGS, WIRINGS_IN_EXTRAS, rewired
+from model import WIRINGS, WIRINGS_IN_EXTRAS, residual_stream, rewired
 from runtime.errors import InputError
 from tp import COLLECTIVES
 
@@ -144,6 +144,12 @@ def with_wiring(config, args):
         raise InputError(f"--wiring: {e}") from None
 
 
+def is_standard_in_one_lane(wiring):
+    """Return whether a Wiring computes with one lane what standard computes."""
+    w = wiring  # with one norm it computes what parallel computes
+    return w.depends_on_lanes and len(w.norms) > 1 and (w.stream is not residual_stream or not w.stale)
+
+
 def warn_of_wiring(own, config, shares):
     """Say on stderr when a checkpoint runs in another wiring than its own."""
     if own.function == config.function:
@@ -151,7 +157,8 @@ def warn_of_wiring(own, config, shares):
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
     loss = "another function than these weights were trained for: eval.py measures the loss"
-    if own.wiring == "standard" and config.standard_in_one_lane and (config.lanes or len(shares)) == 1:
+    one_lane = (config.lanes or len(shares)) == 1
+    if own.wiring == "standard" and one_lane and is_standard_in_one_lane(config.named_wiring):
         loss = "which is the same in one lane"
     print(f"these weights are {own.wiring}'s, and run as {config.wiring.removesuffix(',')}, {loss}", file=sys.stderr)
 
@@ -247,10 +254,12 @@ def fit(max_new_tokens, prompts, context):
 
 
 class Printer:
-    """Shows a generation as it goes: one row as text, more rows as a progress bar and then their texts."""
+    """Shows a generation as it goes, on rank 0: one row as text, more rows as a progress bar and then their texts."""
 
-    def __init__(self, prompts, tokenizer, max_new_tokens, show_prompt=True):
-        self.prompts, self.tokenizer, self.stream = prompts, tokenizer, None
+    def __init__(self, rank, prompts, tokenizer, max_new_tokens, show_prompt=True):
+        self.shows, self.prompts, self.tokenizer, self.stream = rank == 0, prompts, tokenizer, None
+        if not self.shows:
+            return
         if tokenizer is not None and len(prompts) == 1:
             self.stream = TextStream(tokenizer)
             text = self.stream.push(prompts[0])
@@ -262,11 +271,13 @@ class Printer:
         """Show the ids of a pass, new: a list for each row."""
         if self.stream:
             print(self.stream.push(new[0]), end="", flush=True)
-        else:
+        elif self.shows:
             self.bar.update(max(map(len, new)))
 
     def finish(self, rows):
-        """Print the rest; return the new text of each row, or None without a tokenizer."""
+        """Print the rest; return the new text of each row, or None without a tokenizer and on other ranks."""
+        if not self.shows:
+            return None
         if self.stream:
             print(self.stream.flush(), flush=True)
         else:

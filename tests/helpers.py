@@ -14,7 +14,6 @@ import sys
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
 from traceback import format_exception
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ import model
 import tp
 from decoding.runner import Runner, make_cache
 from kernels import gloo
-from model import WIRINGS, Attention, Config, Transformer, parse_wiring
+from model import WIRINGS, Attention, Config, Transformer, list_sublayers, parse_wiring
 from runtime import cxx, launch, writing
 
 ROOT = Path(__file__).parent.parent
@@ -74,8 +73,7 @@ BY_HAND = [c for c in WIRED if table_entry(c).stream in STREAMS]  # nobody has r
 
 def staleness(config):
     """Of each sublayer, by how many it reads the stream stale."""
-    layers = SimpleNamespace(config=config, layers=[None] * config.n_layers)
-    return [stale for _, stale in Transformer.sublayers(layers, None)]
+    return [stale for _, stale in list_sublayers(config, [None] * config.n_layers)]
 
 
 def queued(sublayers, all_reduce, stale):

@@ -144,24 +144,24 @@ class Reference:
                 layers = numbers if "," in chosen else [*range(c.n_layers - numbers[0], c.n_layers)]
         return wiring, layers, chosen, int((stale or "-0")[1:]) or int(wiring.stale)
 
-    def parts(self, layer, split):
+    def parts(self, layer, wiring):
         """What a layer adds to the stream, each a partial(x, shard)."""
         attention, mlp = functools.partial(self.attention, layer), functools.partial(self.mlp, layer)
-        if split is model.attention_then_mlp:
+        if wiring.sublayers == (model.attention, model.mlp):
             return [attention, mlp]
-        if split is model.attention_plus_mlp:
+        if wiring.sublayers == (model.attention_plus_mlp,):
             return [lambda x, shard: attention(x, shard) + mlp(x, shard, norm="attention_norm")]
-        if split is model.attention_into_mlp:
+        if wiring.sublayers == (model.attention_into_mlp,):
             return [functools.partial(self.attention_into_mlp, layer)]
-        raise NotImplementedError(f"write {split.__name__} here, too")
+        raise NotImplementedError(f"write {wiring.sublayers} here, too")
 
     def sublayers(self):
         """[(partial(x, shard), by how much it is stale)]: attention, MLP, ..., or both of a block at once."""
         (wiring, layers, _, stale), out, layer = self.wiring(), [], 0
         while layer < self.c.n_layers:
-            parts = self.parts(layer, wiring.split if layer in layers else WIRINGS["standard"].split)
+            parts = self.parts(layer, wiring if layer in layers else WIRINGS["standard"])
             if layer in layers and wiring.blocks == 2:
-                others = self.parts(layer := layer + 1, wiring.split)
+                others = self.parts(layer := layer + 1, wiring)
                 parts = [lambda x, s, a=a, b=b: a(x, s) + b(x, s) for a, b in zip(parts, others, strict=True)]
             out += [(h, stale if layer in layers else 0) for h in parts]
             layer += 1

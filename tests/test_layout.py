@@ -93,4 +93,4 @@ def test_the_readmes_wiring_is_one(monkeypatch):
     monkeypatch.setattr(model, "WIRINGS", dict(model.WIRINGS))
     exec(readme_blocks()[1], vars(model).copy())
     config = dataclasses.replace(BASE, n_layers=4, wiring="triple-ladder")  # the last three of them
-    assert [len(h.args[0]) for h, _ in model.build(config).sublayers(None)] == [1, 1, 3, 3]
+    assert [len(h.args[1]) for h, _ in model.list_sublayers(config, [None] * 4)] == [1, 1, 3, 3]

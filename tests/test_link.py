@@ -21,7 +21,7 @@ from decoding.runner import Runner, pad
 from extras.measure import clock as clocks
 from extras.measure import exposed, link, probe
 from kernels import gloo
-from model import Transformer, desynced_stream, interleave
+from model import desynced_stream, interleave, list_sublayers
 from runtime import benchmarking, launch
 from runtime.errors import InputError
 
@@ -237,7 +237,7 @@ def test_measuring_sublayers_that_only_sleep(clock, changes, monkeypatch):
     world = launch.World(0, 8, CPU, group, simulated=True)
     sleep, norm = lambda *_: clock.sleep(nap) or torch.zeros(2), lambda x: x
     block = SimpleNamespace(attention=sleep, feed_forward=sleep, attention_norm=norm, ffn_norm=norm)
-    sleeps, naps = Transformer.sublayers(SimpleNamespace(config=config, layers=[block] * config.n_layers), None), []
+    sleeps, naps = list_sublayers(config, [block] * config.n_layers), []
     for h, _ in sleeps:
         start = clock.now
         h(x)

@@ -19,7 +19,7 @@ from formats.wiring_text import wiring_name
 from model import WIRINGS, Wiring, parse_wiring
 from runtime import cli, compiling, writing
 
-STANDARD_ALONE = [c for c in WIRED if dataclasses.replace(BASE, **c).standard_in_one_lane]
+STANDARD_ALONE = [c for c in WIRED if cli.is_standard_in_one_lane(dataclasses.replace(BASE, **c).named_wiring)]
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
@@ -246,7 +246,7 @@ def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words
 
 
 def test_a_new_line_is_a_new_model_in_the_flags_and_the_files(monkeypatch, tmp_path, capsys):
-    new = Wiring("both", model.attention_plus_mlp, stale=1, norms=("attention_norm",), parameter=None)
+    new = Wiring("both", (model.attention_plus_mlp,), stale=1, norms=("attention_norm",), parameter=None)
     monkeypatch.setitem(WIRINGS, "own-wiring", new)
     config = dataclasses.replace(BASE, wiring="own-wiring")
     assert helpers.variants("own-wiring") == [{"wiring": "own-wiring"}]

@@ -40,7 +40,7 @@ def is_stopped(passes, world):
 def chat_on_terminal(run, world, Generation):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
-    run: as generate.load makes it. Generation: the class of generate.py.
+    run: a generate.Run that has loaded. Generation: the class of generate.py.
     """
     tokenizer, context = run.tokenizer, min(CHAT_CONTEXT, run.config.max_seq_len)
     beginning = run.args.chat  # perhaps a system message
@@ -73,18 +73,16 @@ def chat_on_terminal(run, world, Generation):
             world.say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
             messages, ids = anew
         new = fit(run.args.max_new_tokens, [ids], context)
-        printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
+        printer = Printer(world.rank, [ids], tokenizer, new, show_prompt=False)
         known = len(os.path.commonprefix([cached, ids[:-1]]))
         ends = run.config.eos_ids
         answer = Generation(run.runner, [ids], new, run.sample, ends, run.draft, cached_tokens=known)
         for passes, fresh in enumerate(answer, start=1):
-            if printer:
-                printer.push(fresh)
+            printer.push(fresh)
             if is_stopped(passes, world):
                 break
         [row] = answer.rows
-        if printer:
-            printer.finish([row])
+        printer.finish([row])
         if answer.finish_reasons == ["length"]:
             limit = "--max-new-tokens" if new == run.args.max_new_tokens else "the end of the context"
             world.say(f"(cut at {limit})")

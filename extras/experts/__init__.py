@@ -12,7 +12,7 @@ __all__ = [
 ]  # fmt: skip
 
 WIRINGS["farskip"] = Wiring(
-    "a ladder that misses no shared expert (of a mixture)", farskip.attention_then_experts, stale=1,
+    "a ladder that misses no shared expert (of a mixture)", farskip.APART, stale=1,
     stream=farskip.farskip_stream, parameter=None,
 )  # fmt: skip
 SIZES["30b-a3b"] = Config(  # Qwen3 30B-A3B

@@ -2,24 +2,28 @@
 
 import functools
 
-from model import attention_then_mlp, residual_stream
+from model import attention, mlp, residual_stream
 
 
-def attention_then_experts(block, metadata, cache):
-    """Sublayers that return (partial, the shared expert's output, or None where there is no shared expert)."""
-    attention, mlp = attention_then_mlp(block, metadata, cache)
-    has_experts = hasattr(block.feed_forward, "experts")
+def attention_apart(x, block, metadata, cache):
+    """Return (partial, None): an attention has no shared expert."""
+    return attention(x, block, metadata, cache), None
 
-    def experts(x):
-        return block.feed_forward(block.ffn_norm(x), apart=True) if has_experts else (mlp(x), None)
 
-    return [lambda x: (attention(x), None), experts]
+def experts(x, block, metadata, cache):
+    """Return (partial, the shared expert's output, or None where there is no shared expert)."""
+    if hasattr(block.feed_forward, "experts"):
+        return block.feed_forward(block.ffn_norm(x), apart=True)
+    return mlp(x, block, metadata, cache), None
+
+
+APART = attention_apart, experts
 
 
 def farskip_stream(x, sublayers, comm, config):
     """Run a ladder whose sublayers also read the shared experts' outputs of the sums that are in flight.
 
-    sublayers: as attention_then_experts makes them.
+    sublayers: those of APART.
     """
     outputs = []  # one for each of these sums
 

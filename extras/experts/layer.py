@@ -5,7 +5,7 @@ Shape letters: B batch, S sequence, D dim, E experts, k experts of a token.
 
 import torch.nn as nn
 
-from extras.experts.farskip import attention_then_experts
+from extras.experts.farskip import APART
 from extras.experts.kernels import Experts
 from model import FeedForward
 from runtime.errors import InputError
@@ -58,14 +58,14 @@ def check(config):
     if wiring.depends_on_lanes and c.wiring != "upper-bound" or wiring.model:
         why = "ranks with streams of their own would choose different experts"
         raise InputError(f"wiring {c.wiring} is not for mixtures of experts: {why}")
-    if c.sum_norms and wiring.split is attention_then_experts:
+    if c.sum_norms and wiring.sublayers == APART:
         raise InputError(f"wiring {c.wiring} is not for models with sum_norms: it reads outputs before they are normed")
 
 
 def mlps(config):
     """Return {prefix of their matrices' names: neurons} of the MLPs that ranks share out."""
     sizes = {"": config.intermediate_size if config.dense_layers else 0, "experts.": config.expert_size}
-    if config.named_wiring.split is not attention_then_experts:  # where each rank has the shared expert whole
+    if config.named_wiring.sublayers != APART:  # where each rank has the shared expert whole
         sizes["shared_expert."] = config.shared_expert_size
     return {prefix: neurons for prefix, neurons in sizes.items() if neurons}
 

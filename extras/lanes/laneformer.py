@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from formats.huggingface import unpaired
 from formats.sizes import SIZES
-from model import VOCAB_BLOCK, WIRINGS, Config, Transformer, Wiring
+from model import VOCAB_BLOCK, WIRINGS, Config, Transformer, Wiring, list_sublayers
 from runtime.errors import InputError
 
 SETTINGS = {  # what Config.laneformer may hold; the first value is what an absent key means
@@ -84,7 +84,8 @@ class Laneformer(Transformer):
                 module.weight = nn.Parameter(torch.empty(config.lanes * config.dim))
 
     def stream(self, x, metadata, cache=None):
-        return laneformer_stream(x, self.sublayers(metadata, cache), self.comm, self.config, self.norm)
+        sublayers = list_sublayers(self.config, self.layers, metadata, cache)
+        return laneformer_stream(x, sublayers, self.comm, self.config, self.norm)
 
     def head(self, x, select=None):
         if self.settings["lane_head"] != "replicate":

@@ -6,7 +6,7 @@ It needs neither weights nor ranks, so it says at once what a wiring could gain 
 import contextlib
 from types import SimpleNamespace
 
-from model import WIRINGS, Transformer, interleave, rewired
+from model import WIRINGS, interleave, list_sublayers, rewired
 from runtime.errors import InputError
 
 
@@ -83,6 +83,6 @@ def run_layers(config, attention, feed_forward, all_reduce, chunks=1, flight=0.0
 
     clock, block = Clock(all_reduce, flight), SimpleNamespace(attention_norm=lambda x: x, ffn_norm=lambda x: x)
     block.attention, block.feed_forward = attend, lambda *_: clock.advance(feed_forward)
-    sublayers = Transformer.sublayers(SimpleNamespace(config=config, layers=[block] * config.n_layers), None)
+    sublayers = list_sublayers(config, [block] * config.n_layers)
     interleave([config.named_wiring.stream(0.0, sublayers, clock, config) for _ in range(chunks)])
     return clock

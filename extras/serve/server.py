@@ -275,10 +275,10 @@ def main(argv=None):
     generate.add_flags(p)
     batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {args.context - 1} --checkpoint".split()
     batch = vars(p.parse_args([*batch, args.checkpoint])) | vars(args)
-    run = generate.read_flags(argparse.Namespace(**batch), world)  # as for such a batch
+    run = generate.Run(argparse.Namespace(**batch), world)  # as for such a batch
     if run.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
-    run = generate.load(run, world)
+    run.load()
     rows, front = Rows(run.runner, run.config.eos_ids), None
     if args.compile and args.rows > 1 and world.device.type == "cpu":
         from runtime import compiling

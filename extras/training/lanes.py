@@ -9,7 +9,7 @@ import torch
 from torch.func import functional_call
 
 import tp
-from model import Transformer
+from model import list_sublayers
 from runtime.errors import load_extra
 
 SUBLAYERS = "attention", "feed_forward"
@@ -59,7 +59,7 @@ def streams(model, x, metadata):
         return SimpleNamespace(**modules | {name: functools.partial(modules[name], lane) for name in SUBLAYERS})
 
     def stream(lane):
-        view = SimpleNamespace(config=config, layers=[in_lane(block, lane) for block in model.layers])
-        return config.named_wiring.stream(x, Transformer.sublayers(view, metadata), comm, config)
+        blocks = [in_lane(block, lane) for block in model.layers]
+        return config.named_wiring.stream(x, list_sublayers(config, blocks, metadata), comm, config)
 
     return [stream(lane) for lane in range(config.lanes)]
