@@ -15,6 +15,7 @@ import torch
 import tp
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
+from formats.compare import TOKENIZER_FILES
 from formats.huggingface import LlamaWeights, config_from_hf, group, hf_names
 from formats.tokenizer import load_tokenizer
 from runtime import cli, ending, launch, writing
@@ -44,7 +45,7 @@ def download(repository, revision=None):
     import huggingface_hub
 
     # only extras.export.verify runs code
-    patterns = ["model*.safetensors", "*.json", "*.py", *checkpoint.TOKENIZER_FILES]
+    patterns = ["model*.safetensors", "*.json", "*.py", *TOKENIZER_FILES]
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as e:  # its own errors, its HTTP library's, the operating system's
@@ -53,7 +54,7 @@ def download(repository, revision=None):
 
 def convert(source, config, folder, dtype, shard_bytes):
     """Write our config.json and safetensors from a source's tensors, one shard in memory at a time."""
-    available, shapes = set(source.names()), checkpoint.shapes(config)
+    available, shapes = set(source.names()), writing.shapes(config)
     sources, head = {name: hf_names(name) for name in shapes}, hf_names("output.weight")
     if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
         sources["tok_embeddings.weight"] = head  # where some folders have the tied tensor
@@ -100,7 +101,7 @@ def main(argv=None):
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
-    cli.add_output_flags(p, "checkpoints/1b")
+    writing.add_output_flags(p, "checkpoints/1b")
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
@@ -113,7 +114,7 @@ def main(argv=None):
     if values is None:
         raise InputError(f"{args.source} has no tensor v_proj.weight")
     # LlamaWeights reads values in the source's own dtype
-    dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, values)
+    dtype = checkpoint.chosen_dtype(args.dtype, weights, values)
     source = args.tokenizer or folder
     tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refused before the work
     with writing.new_folder(args.out) as out:

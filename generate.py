@@ -41,7 +41,7 @@ def load_model(config, folder, dtype, world):
             from formats.sizes import RandomWeights
 
             weights = RandomWeights(config, world.device)
-        dtype = checkpoint.chosen_dtype(dtype, folder, weights)
+        dtype = checkpoint.chosen_dtype(dtype, folder and weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
     place.at("preparation", timed=False)  # timed until now: another rank's hung load must show
     if config.quant:
@@ -187,8 +187,7 @@ class Run:
             if args.draft:
                 drafts = load_extra("drafts", f"--draft {args.draft}")
                 self.draft_source = source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
-            dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
-            report.warn_of_memory(world, config, dtype, len(self.prompts), self.slots)
+            report.warn_of_memory(world, config, cli.read_dtype(args), len(self.prompts), self.slots)
         contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
         contents["--draft"] = source and (source.name, source.count)
         world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)

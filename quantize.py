@@ -104,12 +104,12 @@ def main(argv=None):
     p.add_argument("--iterations", type=cli.number(int, 0), default=20, metavar="N", help=rounds)
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")
     args = p.parse_args(argv)
-    config, weights = checkpoint.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
+    config, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
     new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)
     shard_plan(new, 0, (1,) * (new.lanes or 1))  # refuses lanes that would cut groups
-    for name, shape in checkpoint.shapes(config).items():
+    for name, shape in writing.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
     sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}
     for name, parameter in build(new).named_parameters():

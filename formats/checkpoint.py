@@ -1,4 +1,4 @@
-"""A checkpoint folder: config.json, safetensors (with an index when there are several), tokenizer files."""
+"""A checkpoint folder: config.json and safetensors, with an index when there are several."""
 
 import dataclasses
 import inspect
@@ -15,14 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from kernels import cpu, int_groups
 from kernels.positions import ROPE_KEYS, rope_frequencies
-from model import Config, build
+from model import Config
 from runtime import place
 from runtime.errors import InputError
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,19 +118,6 @@ def read_config(folder):
     return make_config(values, path)
 
 
-def read_original(folder):
-    """Return the Config of a checkpoint folder; raise InputError if it is quantized."""
-    config = read_config(folder)
-    if config.quant:
-        raise InputError(f"{folder} is quantized ({config.quant}): give the original")
-    return config
-
-
-def shapes(config):
-    """Return {name: shape} of every tensor of a checkpoint; a tied output head is not one."""
-    return {name: tuple(w.shape) for name, w in build(config).named_parameters()}
-
-
 def shards(index):
     """Return the paths of the shards in an index, which may name plain files of its own folder only."""
     weight_map = read_json(index).get("weight_map")
@@ -196,19 +179,15 @@ class Weights:
                 place.beat()
 
 
-def own_dtype(weights, name):
-    """Return the dtype of a tensor that is never quantized, as the checkpoint's; weights: anything with read(name)."""
-    dtype = weights.read(name).dtype
+def chosen_dtype(name, weights, tensor="norm.weight"):
+    """Return the dtype of that name; without one that of a tensor that is never quantized, or bfloat16 for random ones.
+
+    weights: None for random ones, or anything with read(name).
+    """
+    dtype = DTYPES[name] if name else weights.read(tensor).dtype if weights else torch.bfloat16
     if dtype not in DTYPES.values():
-        raise InputError(f"tensor {name} holds {dtype_name(dtype)}: give --dtype, one of {', '.join(DTYPES)}")
+        raise InputError(f"tensor {tensor} holds {dtype_name(dtype)}: give --dtype, one of {', '.join(DTYPES)}")
     return dtype
-
-
-def chosen_dtype(name, folder, weights=None):
-    """Return the dtype of that name. Without a name: the weights' own, or bfloat16 for random ones."""
-    if name or not folder:
-        return DTYPES.get(name, torch.bfloat16)
-    return own_dtype(weights or Weights(folder), "norm.weight")
 
 
 def check_shape(weights, name, shape):

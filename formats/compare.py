@@ -3,9 +3,13 @@
 import hashlib
 from pathlib import Path
 
-from formats.checkpoint import TOKENIZER_FILES
 from formats.tokenizer import load_tokenizer
 from runtime.errors import InputError
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 
 
 def digest(folder, samples=1024):
@@ -29,6 +33,11 @@ def digest(folder, samples=1024):
     return result.hexdigest()[:8]
 
 
+def token_text(tokenizer, i):
+    """Return the text of a token after other text: a decoder drops a space at the beginning."""
+    return tokenizer.continuation(tokenizer.encode_plain("a"), [i])
+
+
 def check_vocabulary(config, folder, other, other_folder, called):
     """Raise InputError unless two models have the same number of tokens and, where compared, the same tokens.
 
@@ -43,6 +52,6 @@ def check_vocabulary(config, folder, other, other_folder, called):
         return
     special = {*ours.special.values(), *theirs.special.values()}
     for i in range(0, config.vocab_size, 1 + config.vocab_size // 1000):
-        own, text = (t.token_text(i).replace("<unk>", " \u2047 ") for t in (ours, theirs))  # the two ways to write it
+        own, text = (token_text(t, i).replace("<unk>", " \u2047 ") for t in (ours, theirs))  # the two ways to write it
         if i not in special and own != text:
             raise InputError(f"{error}: token {i} is {text!r}, and the model's {own!r}")

@@ -98,6 +98,11 @@ def read_config(args):
     return args.model.partition(":")[0], named_size(args.model)
 
 
+def read_dtype(args):
+    """Return the dtype of the weights that the flags ask for."""
+    return checkpoint.chosen_dtype(args.dtype, args.checkpoint and checkpoint.Weights(args.checkpoint))
+
+
 def add_rank_flags(parser, sharded=False, comm=True):
     """Add the flags that launch.join takes. sharded: the ranks share a model out. comm: its sums have several ways."""
     if sharded:
@@ -112,14 +117,6 @@ def add_rank_flags(parser, sharded=False, comm=True):
 
 def add_json_flag(parser, what="the results as one line of JSON"):
     parser.add_argument("--json", type=appendable, metavar="FILE", help=f"append {what}, e.g. results.jsonl")
-
-
-def add_output_flags(parser, example):
-    """Add the flags of a script that writes a folder in another format."""
-    parser.add_argument("--out", metavar="DIR", required=True, help=f"the folder to write, e.g. {example}")
-    parser.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the written weights; default: their own")
-    size, words = number(float, 0, above=True), "GB of the largest file, about the memory needed"
-    parser.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=words)
 
 
 def add_wiring_flags(parser):

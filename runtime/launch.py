@@ -1,4 +1,4 @@
-"""How a script starts: its ranks meet. Also run(), from a script's main() to its end."""
+"""How a script starts: where it runs, and with whom. Also run(), from a script's main() to its end."""
 
 import contextlib
 import os
@@ -7,10 +7,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-import tp
 from formats.checkpoint import first_line
 from runtime import place, signals
-from runtime.errors import InputError, find_extra
+from runtime.errors import InputError
 
 watch = None  # the Watch of extras/watch, if this process has one
 
@@ -26,32 +25,27 @@ def local_rank_and_size(rank, tp_size):
 
 
 class World:
-    """The ranks of a run: join() makes one.
+    """The ranks of a run, as join() returns them: this process alone, or the subclass in runtime/ranks.py.
 
     group: the process group of the model's collectives, or None for a single device. nodes: the name of each rank's
-    node. shares: what each rank holds of a model, in proportion to the others. A simulated rank (extras/measure) has a
-    tp_size and a group, but no peers: it is alone. Raises InputError for shares of another number of ranks.
+    node. shares: what each rank holds of a model, in proportion to the others. A process alone may simulate a rank of
+    several (extras/measure): it has their tp_size and a group. Raises InputError for shares of another number of ranks.
     """
 
+    alone = True  # whether this process has no peers
     dist_group = None  # the group to pass to torch.distributed's own functions; None is its default group
 
-    def __init__(self, rank, tp_size, device, group=None, simulated=False, shares=None):
+    def __init__(self, rank, tp_size, device, group=None, shares=None):
         if shares and len(shares) != tp_size:
             raise InputError(f"--shares has {len(shares)} numbers: give {tp_size}, one for each rank")
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
         self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
-        self.simulated, self.alone = simulated, simulated or tp_size == 1
+
+    simulated = property(lambda self: self.alone and self.tp_size > 1)
 
     def gather(self, value):
-        """Return the values of all ranks, in the order of ranks. A value is what JSON holds; tuples become lists.
-
-        Unlike a collective, it hears Ctrl-C and the end of other ranks. JSON, as anyone may write to torchrun's store.
-        """
-        if self.alone:
-            return [value]
-        from runtime import ranks
-
-        return ranks.gather(self, value)
+        """Return the values of all ranks, in the order of ranks. A value is what JSON holds; tuples become lists."""
+        return [value]
 
     def say(self, text):
         """Print a line on stderr, on rank 0."""
@@ -63,22 +57,10 @@ class World:
 
         folders: {flag: the checkpoint folder that it names, or None}, whose contents are compared too.
         """
-        if not self.alone:
-            from runtime import ranks
 
-            ranks.compare(self, values, folders)
-
-    @contextlib.contextmanager
     def together(self):
-        """If one rank raises InputError in this block, raise it on all ranks at the end: none waits for ever."""
-        error = None
-        try:
-            yield
-        except InputError as e:
-            error = str(e)
-        for message in self.gather(error):
-            if message is not None:
-                raise InputError(message)
+        """Return a context: if one rank raises InputError in it, all ranks do at its end, and none waits for ever."""
+        return contextlib.nullcontext()
 
 
 def join(device=None, flags=None):
@@ -89,30 +71,14 @@ def join(device=None, flags=None):
     the command line, equal on all ranks; "comm" names one of tp.COLLECTIVES.
     Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
-    global watch
-    (rank, tp_size), flags = rank_and_size(), flags or {}
-    comm = flags.get("comm", "auto")
-    connect = tp.collective(comm)
-    world = World(rank, tp_size, None, shares=flags.get("shares"))
-    if tp_size == 1:
-        if comm != "auto":
-            raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
-        world.device = choose_device(device)
-        return world
-    if dist.is_initialized():
-        raise InputError("the ranks have met: name the same device in each load()")
-    from runtime import ranks
+    flags = flags or {}
+    if rank_and_size()[1] > 1:
+        from runtime import ranks
 
-    if extra := find_extra("watch"):
-        watch = extra.Watch(ranks.store(), rank, tp_size)
-        watch.start()
-    gpus = world.gather(ranks.visible_gpus(device))
-    own_gpu = [len(each) for each in gpus] == [1] * tp_size and len({each[0] for each in gpus}) == tp_size
-    world.device = choose_device(device, rank, tp_size, own_gpu)
-    ranks.meet(world, flags)
-    world.group = connect(world)
-    place.at("preparation", timed=False)
-    return world
+        return ranks.meet(device, flags)
+    if flags.get("comm", "auto") != "auto":
+        raise InputError(f"--comm {flags['comm']} is how ranks sum: start two or more, with torchrun")
+    return World(0, 1, choose_device(device), shares=flags.get("shares"))
 
 
 def choose_device(device, rank=0, tp_size=1, own_gpu=False):

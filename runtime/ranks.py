@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import tp
 from formats.checkpoint import first_line
 from formats.compare import digest
 from kernels import gloo
-from runtime import launch
-from runtime.errors import InputError, StoreLost
+from runtime import launch, place
+from runtime.errors import InputError, StoreLost, find_extra
 
 _gathers = collections.Counter()  # of each number of ranks: the Worlds of a process share the store
 
@@ -38,30 +39,44 @@ def store():
     return result
 
 
-def gather(world, value):
-    """Return the values of all ranks; see World.gather."""
-    _gathers[world.tp_size] += 1
-    number = _gathers[world.tp_size]
-    keys = [f"gathered {world.tp_size} {number} {rank}" for rank in range(world.tp_size)]
-    store().set(keys[world.rank], json.dumps(value))
-    while not store().check(keys):
-        if code := ended(store()):
-            raise SystemExit(code)  # another rank says why
-        time.sleep(0.005)
-    # all have come here, and so have read what was gathered before: whoever gathers for days must not fill the store
-    store().delete_key(f"gathered {world.tp_size} {number - 1} {world.rank}")
-    return [json.loads(text) for text in store().multi_get(keys)]
+class World(launch.World):
+    """Ranks that have met; see launch.World."""
 
+    alone = False
 
-def compare(world, values, folders):
-    """Raise InputError unless all ranks give equal values and contents of folders; see World.agree."""
-    values |= {f"contents of --{flag}": folder and digest(folder) for flag, folder in folders.items()}
-    dicts = world.gather({name: str(value) for name, value in values.items()})
-    unlike = [name for name in collections.ChainMap(*dicts) if len({one.get(name) for one in dicts}) > 1]
-    texts = [", ".join(f"{name} {one.get(name, 'not given')[:60]}" for name in unlike) for one in dicts]
-    others = [f"rank {rank} with {text}" for rank, text in enumerate(texts) if text != texts[0]]
-    if others:
-        raise InputError(f"the ranks were not started alike: {'; '.join(others)}; rank 0 with {texts[0]}")
+    def gather(self, value):
+        """Unlike a collective, this hears Ctrl-C and the end of other ranks. JSON, as anyone may write to the store."""
+        _gathers[self.tp_size] += 1
+        number = _gathers[self.tp_size]
+        keys = [f"gathered {self.tp_size} {number} {rank}" for rank in range(self.tp_size)]
+        store().set(keys[self.rank], json.dumps(value))
+        while not store().check(keys):
+            if code := ended(store()):
+                raise SystemExit(code)  # another rank says why
+            time.sleep(0.005)
+        # all have come here, and so have read what was gathered before, which must not fill the store for days
+        store().delete_key(f"gathered {self.tp_size} {number - 1} {self.rank}")
+        return [json.loads(text) for text in store().multi_get(keys)]
+
+    def agree(self, values, **folders):
+        values |= {f"contents of --{flag}": folder and digest(folder) for flag, folder in folders.items()}
+        dicts = self.gather({name: str(value) for name, value in values.items()})
+        unlike = [name for name in collections.ChainMap(*dicts) if len({one.get(name) for one in dicts}) > 1]
+        texts = [", ".join(f"{name} {one.get(name, 'not given')[:60]}" for name in unlike) for one in dicts]
+        others = [f"rank {rank} with {text}" for rank, text in enumerate(texts) if text != texts[0]]
+        if others:
+            raise InputError(f"the ranks were not started alike: {'; '.join(others)}; rank 0 with {texts[0]}")
+
+    @contextlib.contextmanager
+    def together(self):
+        error = None
+        try:
+            yield
+        except InputError as e:
+            error = str(e)
+        for message in self.gather(error):
+            if message is not None:
+                raise InputError(message)
 
 
 def visible_gpus(device=None):
@@ -73,7 +88,25 @@ def visible_gpus(device=None):
         return []
 
 
-def meet(world, flags):
+def meet(device, flags):
+    """Choose this rank's device, compare the ranks and connect them; returns the World. See launch.join."""
+    rank, tp_size = launch.rank_and_size()
+    connect, world = tp.collective(flags.get("comm", "auto")), World(rank, tp_size, None, shares=flags.get("shares"))
+    if dist.is_initialized():
+        raise InputError("the ranks have met: name the same device in each load()")
+    if extra := find_extra("watch"):
+        launch.watch = extra.Watch(store(), rank, tp_size)
+        launch.watch.start()
+    gpus = world.gather(visible_gpus(device))
+    own_gpu = [len(each) for each in gpus] == [1] * tp_size and len({each[0] for each in gpus}) == tp_size
+    world.device = launch.choose_device(device, rank, tp_size, own_gpu)
+    make_group(world, flags)
+    world.group = connect(world)
+    place.at("preparation", timed=False)
+    return world
+
+
+def make_group(world, flags):
     """Compare the ranks, and make torch.distributed's default group: NCCL on GPUs, else gloo. Raises InputError."""
     _, local = launch.local_rank_and_size(world.rank, world.tp_size)
     # torchrun's number of the node, or what comes close

@@ -12,7 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from formats.checkpoint import TOKENIZER_FILES, first_line
+from formats.checkpoint import DTYPES, first_line, read_config
+from formats.compare import TOKENIZER_FILES
+from model import build
+from runtime.cli import number
 from runtime.errors import InputError
 
 
@@ -101,6 +104,27 @@ def append_line(path, line):
 
 
 # ---- A checkpoint folder ---------------------------------------------------------------------------------------------
+
+
+def add_output_flags(parser, example):
+    """Add the flags of a script that writes a folder in another format."""
+    parser.add_argument("--out", metavar="DIR", required=True, help=f"the folder to write, e.g. {example}")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; default: their own")
+    size, words = number(float, 0, above=True), "GB of the largest file, about the memory needed"
+    parser.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=words)
+
+
+def read_original(folder):
+    """Return the Config of a checkpoint folder; raise InputError if it is quantized."""
+    config = read_config(folder)
+    if config.quant:
+        raise InputError(f"{folder} is quantized ({config.quant}): give the original")
+    return config
+
+
+def shapes(config):
+    """Return {name: shape} of every tensor of a checkpoint; a tied output head is not one."""
+    return {name: tuple(w.shape) for name, w in build(config).named_parameters()}
 
 
 def write_config(folder, config):

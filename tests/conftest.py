@@ -35,7 +35,7 @@ def fake_world():
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             dist.init_process_group("fake", rank=rank, world_size=tp_size, store=FakeStore())
-        return launch.World(rank, tp_size, torch.device("cpu"), dist.group.WORLD, simulated=True)
+        return launch.World(rank, tp_size, torch.device("cpu"), dist.group.WORLD)
 
     yield make
     if dist.is_initialized():

@@ -25,7 +25,7 @@ import tp
 from decoding.runner import Runner, make_cache
 from kernels import gloo
 from model import WIRINGS, Attention, Config, Transformer, list_sublayers, parse_wiring
-from runtime import cxx, launch, writing
+from runtime import cxx, launch, ranks, writing
 
 ROOT = Path(__file__).parent.parent
 HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
@@ -305,7 +305,7 @@ def _join(rank, port):
     _worlds[RANKS], before = launch.join("cpu"), gloo.threads()
     for size in range(2, RANKS):
         group = dist.new_group(range(size))
-        _worlds[size] = launch.World(rank, size, torch.device("cpu"))
+        _worlds[size] = ranks.World(rank, size, torch.device("cpu"))
         _worlds[size].dist_group = group
     gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
     for size in range(max(2, rank + 1), RANKS):

@@ -2,6 +2,7 @@
 
 from test_hostile import refused
 
+from extras.chat import render
 from extras.chat import template as chat_template
 from formats.tokenizer import Tokenizer
 
@@ -25,6 +26,6 @@ def test_templates_that_are_refused(monkeypatch):
     monkeypatch.setattr(chat_template.Renderer, "seconds", 0.3)
     tokenizer, messages = Tokenizer(), [{"role": "user", "content": "hi"}]
     for tokenizer.template, message in TEMPLATES.items():
-        refused(message, tokenizer.render, messages)
+        refused(message, render, tokenizer, messages)
         tokenizer.template = "{{ messages[0]['content'] }}"  # also after a process was ended
-        assert tokenizer.render(messages) == "hi"
+        assert render(tokenizer, messages) == "hi"

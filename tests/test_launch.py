@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT
 
-from runtime import compiling, ending, launch, place, ranks
+from runtime import compiling, ending, place, ranks
 from runtime.errors import InputError, Verdict
 from runtime.signals import Terminated
 
@@ -101,7 +101,7 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_
     store.delete_key("ended")
     assert [leave(1, wrong, "0"), leave(0, wrong, None), leave(2, Terminated("SIGTERM"), None)] == [2] * 3
     with pytest.raises(SystemExit) as end:
-        launch.World(0, 3, torch.device("cpu")).gather(1)  # rather than wait for ranks that have left
+        ranks.World(0, 3, torch.device("cpu")).gather(1)  # rather than wait for ranks that have left
     assert end.value.code == 2
 
 
@@ -115,10 +115,10 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
     monkeypatch.setattr(ranks, "_gathers", ranks.collections.Counter())
     store.set("gathered 2 1 1", pickle.dumps(Stranger()))
     with pytest.raises(ValueError):
-        launch.World(0, 2, torch.device("cpu")).gather((1, "a"))
+        ranks.World(0, 2, torch.device("cpu")).gather((1, "a"))
     assert not (tmp_path / "ran").exists()
     store.set("gathered 2 2 1", '[1, "b", null, 0.1, {"c": []}]')
-    values = launch.World(0, 2, torch.device("cpu")).gather((1, "a"))
+    values = ranks.World(0, 2, torch.device("cpu")).gather((1, "a"))
     assert values == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
 
 
@@ -165,7 +165,7 @@ def test_a_reader_of_the_output_that_has_gone_is_no_error_to_speak_of():
 
 
 def test_each_difference_is_named():
-    world, own = launch.World(0, 3, torch.device("cpu")), {"the script": "x.py", "--seed": "1"}
+    world, own = ranks.World(0, 3, torch.device("cpu")), {"the script": "x.py", "--seed": "1"}
     world.gather = lambda value: [own] * 3
     world.agree(own)
     world.gather = lambda value: [own, own, {"the script": "x.py", "--prompt": "x" * 100}]

@@ -22,7 +22,7 @@ from extras.measure import clock as clocks
 from extras.measure import exposed, link, probe
 from kernels import gloo
 from model import desynced_stream, interleave, list_sublayers
-from runtime import benchmarking, launch
+from runtime import benchmarking, launch, ranks
 from runtime.errors import InputError
 
 CPU = torch.device("cpu")
@@ -50,10 +50,10 @@ def test_a_world_over_a_link():
     eight = link.emulate(alone, link.LINKS["pcie"], 8)
     assert (eight.rank, eight.tp_size, eight.simulated, eight.alone) == (0, 8, True, True)
     assert eight.group.link == link.LINKS["pcie"] and eight.group.inner is None
-    real = launch.World(1, 2, CPU, dist.group)
+    real = ranks.World(1, 2, CPU, dist.group)
     two = link.emulate(real, link.FREE)
     assert (two.rank, two.tp_size, two.simulated) == (1, 2, False) and two.group.inner is dist.group
-    assert link.emulate(launch.World(1, 2, CPU, dist.group, shares=(3, 1)), link.FREE).shares == (3, 1)
+    assert link.emulate(ranks.World(1, 2, CPU, dist.group, shares=(3, 1)), link.FREE).shares == (3, 1)
     assert (eight.shares, two.shares) == ((1,) * 8, (1, 1))
     with pytest.raises(InputError, match="a link needs two or more ranks, started with torchrun, or --simulate-tp"):
         link.emulate(alone, link.FREE)
@@ -234,7 +234,7 @@ def test_measuring_sublayers_that_only_sleep(clock, changes, monkeypatch):
     config = dataclasses.replace(BASE, **changes)
     nap, latency, x = 0.004, 0.01, torch.zeros(2)
     group = link.LinkedGroup(None, link.Link("x", 1e6 * latency, None), 0, 8, CPU)
-    world = launch.World(0, 8, CPU, group, simulated=True)
+    world = launch.World(0, 8, CPU, group)
     sleep, norm = lambda *_: clock.sleep(nap) or torch.zeros(2), lambda x: x
     block = SimpleNamespace(attention=sleep, feed_forward=sleep, attention_norm=norm, ffn_norm=norm)
     sleeps, naps = list_sublayers(config, [block] * config.n_layers), []
@@ -269,7 +269,7 @@ def test_the_models_own_collective_is_timed(clock):
 
     config = dataclasses.replace(BASE, wiring="upper-bound")
     group = link.LinkedGroup(None, link.Link("x", 0.0, 16.0), 0, 2, CPU)
-    world = launch.World(0, 2, CPU, group, simulated=True)
+    world = launch.World(0, 2, CPU, group)
     for comm, wanted in (tp.TensorParallel, 0.004), (Quarter, 0.002):
         steps = lambda: None, lambda: None  # noqa: E731
         case = exposed.Case(config, *steps, comm(config, (1, 1), group), torch.zeros(2_000_000), group.link, ())

@@ -63,7 +63,7 @@ def quantized_state(config, iterations=2):
 def _quantized_state(config, iterations):
     state = random_model(dataclasses.replace(config, quant=None, group_size=None, kept=())).state_dict()
     read = quantize.quantized(types.SimpleNamespace(read=state.get), config, iterations)
-    return {name: read(name) for name in checkpoint.shapes(config)}
+    return {name: read(name) for name in writing.shapes(config)}
 
 
 def dequantized_state(config, state):
@@ -245,7 +245,7 @@ def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsy
     assert (config.quant, config.kept, config.wiring) == (mode, kept, "ladder") and len(files) > 3
     state = {name: tensor for file in files for name, tensor in load_file(file).items()}
     plain = load_file(folder / "model.safetensors")
-    assert {name: tuple(t.shape) for name, t in state.items()} == checkpoint.shapes(config)
+    assert {name: tuple(t.shape) for name, t in state.items()} == writing.shapes(config)
     assert all(torch.equal(state[n], plain[n]) for n in plain if "norm" in n or n.split(".")[-2] in kept)
     flags = ["--checkpoint", str(out), "--prompt", "Once upon", "--temperature", "0", "--max-new-tokens", "8"]
     flags += ["--json", str(tmp_path / "json")]

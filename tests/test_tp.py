@@ -294,10 +294,10 @@ def test_ranks_that_each_see_one_gpu_use_it_if_these_differ(gpus, device, monkey
     every = [one.split(",") if one else [] for one in gpus.split(" ")]
     monkeypatch.setattr(launch, "rank_and_size", lambda: (1, 2))
     monkeypatch.setattr(ranks, "visible_gpus", lambda device: every[1])
-    monkeypatch.setattr(launch, "find_extra", lambda name: None)
-    monkeypatch.setattr(launch.World, "gather", lambda self, value: every)
+    monkeypatch.setattr(ranks, "find_extra", lambda name: None)
+    monkeypatch.setattr(ranks.World, "gather", lambda self, value: every)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    monkeypatch.setattr(ranks, "meet", lambda *args: None)
+    monkeypatch.setattr(ranks, "make_group", lambda *args: None)
     assert str(launch.join(None, {"comm": "library"}).device) == device

@@ -2,5 +2,19 @@
 
 from extras.chat import template
 from extras.chat.chat import chat_on_terminal
+from formats.checkpoint import first_line
+from runtime.errors import InputError
 
-__all__ = ["chat_on_terminal", "template"]
+__all__ = ["chat_on_terminal", "render"]
+
+
+def render(tokenizer, messages, answer=True):
+    """Return a conversation as the chat template writes it, followed by the start of an answer if asked for."""
+    if tokenizer.template is None:
+        where = "in the checkpoint's tokenizer_config.json, nor a chat_template.jinja"
+        raise InputError(f"no chat template {where}: give it plain texts, not chats")
+    variables = {**tokenizer.template_variables, "messages": messages, "add_generation_prompt": answer}
+    text, error = template.renderer.render(tokenizer.template, variables)
+    if error is not None:
+        raise InputError(f"the checkpoint's chat template refuses this conversation: {first_line(error)}")
+    return text

@@ -148,7 +148,7 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
     """Write a Hugging Face folder from our checkpoint's weights, one shard in memory at a time."""
     hf = config_to_hf(config, dtype)
     ours, sizes = {}, {}  # by Hugging Face's name: (our name, index among q, k and v or experts), bytes
-    for name, shape in checkpoint.shapes(config).items():
+    for name, shape in writing.shapes(config).items():
         names = names_in_hf(name, config, hf["model_type"])
         parts = [config.n_heads, config.n_kv_heads, config.n_kv_heads] if ".wqkv." in name else [1] * len(names)
         for i, hf_name in enumerate(names):
@@ -208,13 +208,13 @@ def convert_tokenizer(folder, tokenizer):
 def main(argv=None):
     p = cli.Parser(__doc__)
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of ours, e.g. demo")
-    cli.add_output_flags(p, "hf/demo")
+    writing.add_output_flags(p, "hf/demo")
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
-    own, weights = checkpoint.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
+    own, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     config = cli.with_wiring(own, args)
     cli.warn_of_wiring(own, config, (1,))
-    dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint, weights)
+    dtype = checkpoint.chosen_dtype(args.dtype, weights)
     tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
     with writing.new_folder(args.out) as out:
         writing.copy_tokenizer(args.checkpoint, out)

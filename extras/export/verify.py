@@ -10,7 +10,7 @@ from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
 from formats.families import NESTED
 from formats.tokenizer import load_tokenizer
-from runtime import cli, launch
+from runtime import cli, launch, writing
 from runtime.errors import InputError
 from tp import load_shard
 
@@ -49,14 +49,14 @@ def main(argv=None):
     words = "run the code that HF_FOLDER brings along, a stranger's program"
     p.add_argument("--trust-remote-code", action="store_true", help=words)
     args = p.parse_args(argv)
-    config = checkpoint.read_original(args.checkpoint)
+    config = writing.read_original(args.checkpoint)
     _, source_config, folder = open_source(args.source, args.revision)
     if folder is None:
         raise InputError(f"{args.source} is no folder that transformers reads")
     if source_config.function != config.function:
         raise InputError(f"transformers runs {args.source} as {source_config.wiring}, not as {config.wiring}")
     weights, tokenizer = checkpoint.Weights(args.checkpoint), load_tokenizer(args.checkpoint, config.vocab_size)
-    dtype = checkpoint.chosen_dtype(None, args.checkpoint, weights)
+    dtype = checkpoint.chosen_dtype(None, weights)
     ids = tokenizer.encode(TEXT * LENGTH) if tokenizer else [i * i % config.vocab_size for i in range(LENGTH)]
     ids = torch.tensor([ids[: min(LENGTH, config.max_seq_len)]])
     how = {"attn_implementation": "eager"} if config.score_cap else {}  # PyTorch's attention would ignore the cap

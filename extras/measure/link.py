@@ -6,6 +6,7 @@ delays a real link by as much, but this one only if the real collective is longe
 """
 
 import argparse
+import copy
 import re
 import time
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from extras.group import Group, Pending
-from runtime import launch
 from runtime.errors import InputError
 
 
@@ -96,9 +96,10 @@ def emulate(world, link, simulate_tp=None):
     tp_size = simulate_tp or world.tp_size
     if tp_size == 1:
         raise InputError("a link needs two or more ranks, started with torchrun, or --simulate-tp")
-    group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
-    shares = None if simulate_tp else world.shares
-    return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, shares)
+    linked = copy.copy(world)
+    linked.group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
+    linked.tp_size, linked.shares = tp_size, (1,) * tp_size if simulate_tp else world.shares
+    return linked
 
 
 class LinkedGroup(Group):

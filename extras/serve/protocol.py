@@ -9,6 +9,7 @@ import reprlib
 from starlette.exceptions import HTTPException
 
 from decoding.sampling import Sampler
+from formats import compare
 from formats.tokenizer import TextStream
 
 NUMBER = int, float
@@ -146,7 +147,7 @@ class Text:
 def token_text(tokenizer, i):
     """Return the text of a token, a special one's name."""
     special = {i: text for text, i in tokenizer.special.items()}
-    return special.get(i) or tokenizer.token_text(i)
+    return special.get(i) or compare.token_text(tokenizer, i)
 
 
 def logprobs_of(tokens, chat, tokenizer):

@@ -55,7 +55,7 @@ def encode(tokenizer, end, record):
     if isinstance(document, str):
         return tokenizer.encode(document) + end
     try:
-        return tokenizer.encode_markup(tokenizer.render(document, answer=False))
+        return tokenizer.chat(document, answer=False)
     except InputError as e:
         raise InputError(f"{where}: {e}") from None
 

@@ -17,14 +17,14 @@ MACHINE_FLAGS = "out", "device", "micro_batch", "recompute", "compile"  # may ch
 
 def read_configs(args):
     """Return the Config to train, and the teacher's or None. Complete args.seq_len, distill and lr."""
-    own = checkpoint.read_original(args.checkpoint)
+    own = writing.read_original(args.checkpoint)
     args.seq_len = args.seq_len or min(2048, own.max_seq_len)
     if args.seq_len > own.max_seq_len:
         raise InputError(f"--seq-len {args.seq_len} is longer than the context of {own.max_seq_len}")
     config = cli.with_wiring(own, args)
     if not (args.plain or args.fresh) and own.function != config.function:
         args.distill = args.distill or args.checkpoint
-    teacher = args.distill and checkpoint.read_original(args.distill)
+    teacher = args.distill and writing.read_original(args.distill)
     args.lr = args.lr or (3e-3 if args.fresh else 5e-5 if teacher else 5e-6)
     for each in filter(None, (config, teacher)):
         if each.named_wiring.model or each.parsed.name == "upper-bound":
