@@ -111,8 +111,7 @@ def delayed_stream(x, sublayers, comm, config):
     own = []  # this rank's partials of these sums
 
     def with_own(h, stale, x):
-        while len(own) > stale:
-            del own[0]  # x has its sum by now
+        del own[: max(0, len(own) - stale)]  # x has their sums by now
         own.append(h(sum(own, start=x)))
         return own[-1]
 

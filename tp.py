@@ -4,6 +4,7 @@ Rank and shares are arguments, so one process can build the shard of any rank. s
 ranks' parts, (1, 1) for two equal ones. Shape letters: model.py.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn as nn
 from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_slice
-from kernels import cpu, int_groups
+from kernels import cpu
 from model import VOCAB_BLOCK, build, pad_logits
 from runtime import place
 from runtime.errors import InputError, load_extra
@@ -56,8 +57,13 @@ def head_ranges(config, rank, shares):
 
 def neuron_range(config, neurons, rank, shares):
     """Return the range of a rank's neurons in each MLP of so many: rows of w1 and w3, columns of w2."""
-    # neurons that stay together: an int4 group of w2's columns, for example, has one scale
-    unit = int_groups.column_unit(config, neurons, least_ranks=sum(shares) / min(shares))
+    # Neurons that stay together: 8 of experts, since torch._grouped_mm on a GPU takes rows of 16 bytes, and with int4
+    # those of a group of w2's columns, which has one scale.
+    unit = 8 if config.n_experts and neurons % 8 == 0 else 1
+    if config.group_size and "w2" not in config.kept:
+        from kernels import int_linear
+
+        unit = int_linear.column_unit(config, neurons, least_ranks=sum(shares) / min(shares))
     units = neurons // unit
     if len(shares) > units:
         groups = f" in groups of {unit}" * (unit > 1)
@@ -133,7 +139,7 @@ def shard_slices(model, dtype, rank, shares):
                 columns = model.get_submodule(path).in_features // whole.shape[-1]
         dim += whole.dim() == 3  # (experts, rows, columns)
         if ranges:
-            shape[dim] = int_groups.stored_columns(ranges, columns)
+            shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
         stored = dtype if whole.is_floating_point() else whole.dtype
         slices[name] = ShardSlice(tuple(shape), stored, dim, ranges, columns)
     return slices

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kernels import cpu, int_groups
-from kernels.positions import ROPE_KEYS, rope_frequencies
+from kernels import cpu
+from kernels.positions import rope_frequencies
 from model import Config
 from runtime import place
 from runtime.errors import InputError
@@ -70,8 +70,6 @@ def _is_a(value, annotation):
 def make_config(values, source):
     """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
-    if values.get("laneformer") is not None and not str(values.get("wiring")).startswith("laneformer"):
-        raise InputError(f"{source}: laneformer: only for wiring laneformer")
     for field in dataclasses.fields(Config):
         value = values.get(field.name)
         above_zero = field.type in LARGEST
@@ -80,13 +78,6 @@ def make_config(values, source):
             raise InputError(f"{source}: {field.name} is {reprlib.repr(value)} but must be {words}")
     if values.get("n_layers", 0) > MOST_LAYERS:
         raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
-    if (scaling := values.get("rope_scaling")) is not None:
-        if scaling.keys() not in [set(keys) for keys in ROPE_KEYS.values()]:
-            forms = "; or ".join(", ".join(keys) for keys in ROPE_KEYS.values())
-            raise InputError(f"{source}: rope_scaling has the keys {reprlib.repr([*scaling])}, not {forms}")
-        numbers = [n for value in scaling.values() for n in (value if isinstance(value, list) else [value])]
-        if not all(_is_a(number, float) and number for number in numbers):
-            raise InputError(f"{source}: rope_scaling is {reprlib.repr(scaling)}, but its values are numbers above 0")
     known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Config)}
     for what, keys in ("unknown", values.keys() - known), ("no", {k for k in known if known[k]} - values.keys()):
         if keys:
@@ -214,7 +205,9 @@ def read_slice(weights, name, piece, device):
     tensor = cpu.empty(shape, dtype, device)
     weights.fill(tensor, name, piece.dim, ranges)
     if tensor.shape != piece.shape:
-        tensor = int_groups.regroup(tensor, *piece.ranges[0], columns)
+        from kernels import int_linear
+
+        tensor = int_linear.regroup(tensor, *piece.ranges[0], columns)
     if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
         why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
         raise InputError(f"tensor {name} holds NaN or infinite values {why}")

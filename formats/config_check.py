@@ -19,11 +19,12 @@ def check(c):
         raise InputError(f"head_dim {c.head_dim} is odd: rotary embeddings turn pairs")
     if (c.rotary_dim or 0) % 2 or (c.rotary_dim or 0) > c.head_dim:
         raise InputError(f"rotary_dim {c.rotary_dim} is odd, or more than head_dim {c.head_dim}")
-    scaling, pairs = c.rope_scaling or {}, (c.rotary_dim or c.head_dim) // 2
-    for name in "short_factor", "long_factor":
-        if not isinstance(scaling.get(name, []), list) or len(scaling.get(name, [0] * pairs)) != pairs:
-            raise InputError(f"{name} has {len(scaling[name])} numbers, not {pairs}, one for each pair of dimensions")
-    if c.llama4_beta and "original_max_position_embeddings" not in scaling:
+    if c.rope_scaling is not None:
+        from kernels import rope_scaling
+
+        if error := rope_scaling.error(c):
+            raise InputError(error)
+    if c.llama4_beta and "original_max_position_embeddings" not in (c.rope_scaling or {}):
         raise InputError("llama4_beta needs a rope_scaling with original_max_position_embeddings")
     check_norms(c)
     if c.activation not in ACTIVATIONS:
@@ -39,9 +40,15 @@ def check(c):
         load_extra("experts", "n_experts").check(c)
     elif given := [name for name in EXPERTS if getattr(c, name)]:
         raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
-    check_quantization(c)
+    if c.quant or c.group_size or c.kept:
+        from kernels import int_linear
+
+        if error := int_linear.error(c):
+            raise InputError(error)
     if c.named_wiring.model:
         c.named_wiring.model.check(c)
+    elif c.laneformer is not None:
+        raise InputError("laneformer: only for wiring laneformer")
 
 
 def check_norms(c):
@@ -55,24 +62,3 @@ def check_norms(c):
     name = "sum_norms" if c.sum_norms and adds_partials else name
     if name and c.wiring != "upper-bound":
         raise InputError(f"wiring {c.wiring} is not for models with {name}: it adds partials before they are summed")
-
-
-def check_quantization(c):
-    if c.quant not in (None, "int8", "int4"):
-        raise InputError(f"unknown quantization {c.quant!r}; known: int8, int4")
-    if c.group_size is not None and c.quant != "int4":
-        raise InputError("a group size is for int4")
-    if c.quant == "int4" and c.group_size not in (32, 64, 128):
-        raise InputError(f"group size {c.group_size} is none of 32, 64, 128")
-    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
-    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {*c.mlps.values(), c.shared_expert_size} - {None}}
-    if c.linear_layers:
-        columns |= {"wqkvz": {c.dim}, "wout": {c.linear_attention["value_heads"] * c.linear_attention["value_dim"]}}
-    for name in c.kept:
-        if name not in columns:
-            raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
-        if name == "output" and c.tie_embeddings:
-            raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
-    for name, counts in columns.items():
-        if c.group_size and name not in c.kept and (odd := [count for count in counts if count % c.group_size]):
-            raise InputError(f"group size {c.group_size} does not divide the {odd[0]} columns of {name}: keep {name}")

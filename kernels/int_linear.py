@@ -8,6 +8,8 @@ int4: q from 0 to 15, two in a byte, the even column in the lower half.
 Shape letters: N rows and K columns of W, G groups in a row.
 """
 
+import math
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -135,3 +137,59 @@ def use_kernels(model):
         return recast(linear, Int8Linear) if fits and linear.in_features % 16 == 0 < linear.out_features else None
 
     swap(model, make)
+
+
+# ---- What a Config says of integers, and where ranks may cut them ----------------------------------------------------
+
+
+def error(c):
+    """Return what is wrong with the fields of a Config that quantize, or None."""
+    if c.quant not in (None, "int8", "int4"):
+        return f"unknown quantization {c.quant!r}; known: int8, int4"
+    if c.group_size is not None and c.quant != "int4":
+        return "a group size is for int4"
+    if c.quant == "int4" and c.group_size not in (32, 64, 128):
+        return f"group size {c.group_size} is none of 32, 64, 128"
+    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
+    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {*c.mlps.values(), c.shared_expert_size} - {None}}
+    if c.linear_layers:
+        columns |= {"wqkvz": {c.dim}, "wout": {c.linear_attention["value_heads"] * c.linear_attention["value_dim"]}}
+    for name in c.kept:
+        if name not in columns:
+            return f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}"
+        if name == "output" and c.tie_embeddings:
+            return "the output head of this model is its embedding table: keep tok_embeddings instead"
+    for name, counts in columns.items():
+        if c.group_size and name not in c.kept and (odd := [count for count in counts if count % c.group_size]):
+            return f"group size {c.group_size} does not divide the {odd[0]} columns of {name}: keep {name}"
+    return None
+
+
+def column_unit(config, width, least_ranks):
+    """Return how many of the `width` columns of an int4 w2 must stay on one rank.
+
+    A group, or 128 columns, which PyTorch's int4 kernel on a GPU wants, if no share then exceeds its due by more than
+    an eighth. least_ranks: how many ranks there would be if each had the smallest share. Where groups are too few they
+    are halved, down to 8 columns, the least that few_rows.cpp takes. Lanes are cut at multiples of 8: at the neurons
+    where they are cut without int4.
+    """
+    if config.lanes:
+        return 8
+    unit = config.group_size
+    if width % 128 == 0 and width >= 8 * 128 * least_ranks and not config.named_wiring.depends_on_lanes:
+        unit = 128
+    while unit > 8 and width // unit < least_ranks:
+        unit //= 2
+    return unit
+
+
+def regroup(numbers, start, stop, size):
+    """Return int4 scales or zeros for columns start to stop, given those (..., G) of all groups that contain them.
+
+    size: columns of such a group. If start or stop lies inside a group, all groups become smaller: the largest size
+    that divides both. Example: groups of 64 cut at column 96 become groups of 32.
+    """
+    smaller = math.gcd(size, start, stop)
+    first = start % size // smaller
+    numbers = numbers.repeat_interleave(size // smaller, dim=-1)
+    return numbers[..., first : first + (stop - start) // smaller].contiguous()

@@ -15,7 +15,7 @@ from formats.checkpoint import dtype_name
 from formats.families import FAMILIES
 from formats.huggingface import ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
 from formats.tokenizer import SentencePieceTokenizer, load_tokenizer
-from kernels.positions import ROPE_KEYS
+from kernels.rope_scaling import KEYS as ROPE_KEYS
 from runtime import cli, writing
 from runtime.errors import InputError
 
