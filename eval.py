@@ -111,7 +111,7 @@ def compare(args, world, model, reference_config, documents, plan):
     words += f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
     words += f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
     return nats, {
-        "reference": checkpoint.name(args.compare), "reference_wiring": reference_config.wiring,
+        "reference": Path(args.compare).resolve().name, "reference_wiring": reference_config.wiring,
         "reference_quant": reference_config.quant, "reference_nats_per_token": base, "nats_difference": nats - base,
         "kl_mean": kl.mean().item(), "kl_p99": p99, "kl_max": kl.max().item(), "top1_agreement": same,
     }, words  # fmt: skip
@@ -122,9 +122,7 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
-        config = cli.with_wiring(own, args)
-        if world.rank == 0:
-            cli.warn_of_wiring(own, config, world.shares)
+        config = cli.with_wiring(own, args, world.shares if world.rank == 0 else None)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")
@@ -141,8 +139,8 @@ def main(argv=None):
     if world.rank > 0:
         return
     line = {
-        "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size, "shares": world.shares,
-        "comm": args.comm, "quant": config.quant, "group_size": config.group_size,
+        "model": Path(args.checkpoint).resolve().name, "wiring": config.wiring, "tp": world.tp_size,
+        "shares": world.shares, "comm": args.comm, "quant": config.quant, "group_size": config.group_size,
         "dtype": checkpoint.dtype_name(model.dtype), **result,
         "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": benchmarking.git_commit(),
     }  # fmt: skip

@@ -65,11 +65,6 @@ class Runner:
             self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
         self.graphs = self.decode_model if compile and self.device.type == "cuda" else None
 
-    def with_model(self, model, cache=None):
-        """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-        cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
-        return Runner(model, cache, self.compiles, self.compiles_prefill, self.chunks)
-
     @torch.inference_mode()
     def prefill(self, tokens, lengths, cached_tokens=0):
         """Return logits (B, v) after the last token of each row, from passes of at most pass_tokens tokens of all rows.

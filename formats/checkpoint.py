@@ -90,11 +90,6 @@ def make_config(values, source):
         raise InputError(f"{source}: {e if isinstance(e, InputError) else repr(e)}") from None
 
 
-def name(folder):
-    """Return the name of a folder."""
-    return Path(folder).resolve().name
-
-
 def read_config(folder):
     """Return the Config of a checkpoint folder."""
     path = Path(folder) / "config.json"

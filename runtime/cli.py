@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import textwrap
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -92,7 +93,7 @@ def add_model_flags(parser, required=False):
 def read_config(args):
     """Return (the name of the model that the flags ask for, its own Config)."""
     if args.checkpoint is not None:
-        return checkpoint.name(args.checkpoint), checkpoint.read_config(args.checkpoint)
+        return Path(args.checkpoint).resolve().name, checkpoint.read_config(args.checkpoint)
     from formats.sizes import named_size
 
     return args.model.partition(":")[0], named_size(args.model)
@@ -133,12 +134,15 @@ def add_wiring_flags(parser):
     g.add_argument("--ladder", dest="wiring", action="store_const", const="ladder", help="means --wiring ladder")
 
 
-def with_wiring(config, args):
-    """Return the config with the wiring that the flags ask for."""
+def with_wiring(own, args, shares=None):
+    """Return the config in the wiring that the flags ask for. Given shares, say on stderr if it is not the weights'."""
     try:
-        return rewired(config, args.wiring)
+        config = rewired(own, args.wiring)
     except InputError as e:
         raise InputError(f"--wiring: {e}") from None
+    if shares:
+        warn_of_wiring(own, config, shares)
+    return config
 
 
 def is_standard_in_one_lane(wiring):

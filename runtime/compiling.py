@@ -34,7 +34,7 @@ def prepare(device):
     cxx.prepare_compile() if device.type == "cpu" else cxx.check_triton()
     handler, phase = torch._dynamo.callback_handler, contextlib.ExitStack()
     if not handler.start_callbacks:  # what is compiled after warm_up, as for a chat's next prompt, is no hang
-        handler.register_start_callback(lambda _: phase.enter_context(place.during("compilation")))
+        handler.register_start_callback(lambda _: phase.enter_context(during("compilation")))
         handler.register_end_callback(lambda _: phase.close())
 
 
@@ -106,11 +106,23 @@ def compiled(model, decode, prefill):
 
 
 @contextlib.contextmanager
+def during(phase):
+    """Stay in a phase that may take any time, whatever the block notes, and then return to where this rank was."""
+    fixed, here, before = place.fixed, place.here, (place.here.phase, place.here.step, place.here.timed)
+    here.phase, here.step, here.timed, place.fixed = phase, None, False, True
+    try:
+        yield
+    finally:
+        here.phase, here.step, here.timed, place.fixed = *before, fixed
+        place.beat()  # perhaps of one rank alone
+
+
+@contextlib.contextmanager
 def _compiling():
     """Say that the ranks compile, without Python's search for cycles: it would take a fifth of the compiler's time."""
     gc.disable()
     try:
-        with place.during("compilation"):
+        with during("compilation"):
             yield
     finally:
         gc.enable()

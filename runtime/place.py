@@ -1,6 +1,5 @@
 """Where this process is: for messages, and for extras/watch, which finds hanging ranks by it."""
 
-import contextlib
 import dataclasses
 
 
@@ -19,7 +18,7 @@ class Place:
 
 
 here = Place()
-_fixed = False  # whether the phase stays as it is
+fixed = False  # whether the phase stays as it is: runtime/compiling.py
 
 
 def beat():
@@ -30,20 +29,5 @@ def beat():
 def at(phase, step=None, timed=True):
     """Note where this rank is from now on, as in at("decode step", 57)."""
     here.beats += 1
-    if not _fixed:
+    if not fixed:
         here.phase, here.step, here.timed = phase, step, timed
-
-
-@contextlib.contextmanager
-def during(phase):
-    """Stay in a phase that may take any time, whatever the block notes, and then return to where this rank was."""
-    global _fixed
-    fixed, before = _fixed, (here.phase, here.step, here.timed)
-    here.phase, here.step, here.timed = phase, None, False
-    _fixed = True
-    try:
-        yield
-    finally:
-        _fixed = fixed
-        here.phase, here.step, here.timed = before
-        beat()  # perhaps of one rank alone

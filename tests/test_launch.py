@@ -26,7 +26,7 @@ def here(monkeypatch):
 def test_places_in_words_and_blocks_that_hold_them():
     place.at("load of", "norm.weight")
     assert str(place.here) == "load of norm.weight" and place.here.timed
-    with place.during("compilation"):
+    with compiling.during("compilation"):
         place.at("decode step", 1)
         assert str(place.here) == "compilation" and not place.here.timed and place.here.beats == 2
     assert str(place.here) == "load of norm.weight" and place.here.timed

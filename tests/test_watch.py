@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from extras import watch
-from runtime import ending, place
+from runtime import compiling, ending, place
 from runtime.errors import InputError, Verdict
 
 
@@ -102,7 +102,7 @@ def test_progress_an_untimed_phase_and_computing_keep_a_run_going():
 
 
 def test_a_rank_that_compiles_anew_is_not_taken_to_be_further_than_the_others():
-    with place.during("compilation"):
+    with compiling.during("compilation"):
         place.at("prefill")
     assert (place.here.beats, place.here.busy) == (1, 1)
 

@@ -212,8 +212,7 @@ def main(argv=None):
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
     own, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
-    config = cli.with_wiring(own, args)
-    cli.warn_of_wiring(own, config, (1,))
+    config = cli.with_wiring(own, args, (1,))
     dtype = checkpoint.chosen_dtype(args.dtype, weights)
     tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
     with writing.new_folder(args.out) as out:
