@@ -122,7 +122,9 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
-        config = cli.with_wiring(own, args, world.shares if world.rank == 0 else None)
+        config = cli.with_wiring(own, args)
+        if world.rank == 0:
+            cli.warn_of_wiring(own, config, world.shares)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")

@@ -175,9 +175,10 @@ class Run:
                 compiling.prepare(world.device)
             self.sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
             self.name, own = cli.read_config(args)
-            shares = world.shares if args.checkpoint and world.rank == 0 else None  # None: says nothing of the weights
-            self.config = config = cli.with_wiring(own, args, shares)
+            self.config = config = cli.with_wiring(own, args)
             self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
+            if args.checkpoint and world.rank == 0:
+                cli.warn_of_wiring(own, config, world.shares)
             self.prompts, chats = cli.read_prompts(args, config, self.tokenizer), cli.is_chat(args)
             context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
             self.max_new_tokens = cli.fit(args.max_new_tokens, self.prompts, context)  # as the context allows

@@ -76,8 +76,8 @@ class SingleDevice:
 
 
 def interleave(streams):
-    """Advance generators in turn, each to its next yield, where its all-reduce travels; return their last x."""
-    *_, xs = zip(*streams, strict=True)  # zip does just that
+    """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
+    *_, xs = zip(*streams, strict=True)  # zip advances each to its next yield, in turn
     return xs
 
 
@@ -183,7 +183,7 @@ WIRINGS = {
     "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True, small_loss=True),
     "spd-ladder": Wiring("spd, one block late", (attention_into_mlp,), stale=1, depends_on_lanes=True),
     "delayed": Wiring("a ladder that misses others' partials", stream=delayed_stream, stale=1, depends_on_lanes=True),
-    "desync": Wiring("every N-th all-reduce (2)", stream=desynced_stream, parameter="period", depends_on_lanes=True),
+    "desync": Wiring("only every N-th sum (2)", stream=desynced_stream, parameter="period", depends_on_lanes=True),
     "upper-bound": Wiring("no sums: a bound on speed", stream=desynced_stream, parameter=None, depends_on_lanes=True),
 }
 WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the extra whose import adds it to WIRINGS
@@ -211,7 +211,7 @@ class Config:
     max_seq_len: int
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # see kernels/positions.py
+    rope_scaling: dict | None = None  # see kernels/rope_scaling.py
     tie_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -475,7 +475,7 @@ class Transformer(nn.Module):
         return self.head(x, select)
 
     def streams(self, tokens, positions, cache, cache_length, select, chunks):
-        """Yield a stream for each chunk of the sequence; the arguments are those of forward.
+        """Yield a stream, not started, for each chunk of the sequence; the arguments are those of forward.
 
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
         """

@@ -57,8 +57,8 @@ def head_ranges(config, rank, shares):
 
 def neuron_range(config, neurons, rank, shares):
     """Return the range of a rank's neurons in each MLP of so many: rows of w1 and w3, columns of w2."""
-    # Neurons that stay together: 8 of experts, since torch._grouped_mm on a GPU takes rows of 16 bytes, and with int4
-    # those of a group of w2's columns, which has one scale.
+    # Neurons that stay together: 8 of experts, since torch._grouped_mm on a GPU takes rows of a multiple of 16 bytes,
+    # and with int4 a group of w2's columns, which has one scale.
     unit = 8 if config.n_experts and neurons % 8 == 0 else 1
     if config.group_size and "w2" not in config.kept:
         from kernels import int_linear

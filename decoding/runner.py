@@ -19,9 +19,8 @@ BUCKET = 256  # a GPU's cache has multiples of so many slots
 @torch.inference_mode()  # for tensors made outside of it, the compiler would make a second graph
 def pad(prompts, device):
     """Return (tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
-    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
+    rows = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
 
 
@@ -64,6 +63,11 @@ class Runner:
 
             self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
         self.graphs = self.decode_model if compile and self.device.type == "cuda" else None
+
+    def with_model(self, model, cache=None):
+        """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
+        cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
+        return Runner(model, cache, self.compiles, self.compiles_prefill, self.chunks)
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, cached_tokens=0):

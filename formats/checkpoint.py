@@ -84,6 +84,8 @@ def make_config(values, source):
             raise InputError(f"{source}: {what} key {reprlib.repr(min(keys))}")
     try:
         config = Config(**values)
+        if config.laneformer is not None and not config.named_wiring.model:
+            raise InputError("laneformer: only for wiring laneformer")
         rope_frequencies(config)
         return config
     except (ArithmeticError, TypeError, ValueError) as e:

@@ -40,15 +40,13 @@ def check(c):
         load_extra("experts", "n_experts").check(c)
     elif given := [name for name in EXPERTS if getattr(c, name)]:
         raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
-    if c.quant or c.group_size or c.kept:
+    if (c.quant, c.group_size, c.kept) != (None, None, ()):
         from kernels import int_linear
 
         if error := int_linear.error(c):
             raise InputError(error)
     if c.named_wiring.model:
         c.named_wiring.model.check(c)
-    elif c.laneformer is not None:
-        raise InputError("laneformer: only for wiring laneformer")
 
 
 def check_norms(c):

@@ -11,7 +11,7 @@ from formats import checkpoint
 from formats.checkpoint import MOST_LAYERS, read_json
 from formats.families import FAMILIES, IGNORED, NESTED, ONLY, SHAPE
 from formats.wiring_text import wiring_name
-from kernels.rope_scaling import KEYS as ROPE_KEYS
+from kernels.rope_scaling import ROPE_KEYS
 from runtime.errors import InputError, load_extra
 
 PARTS = {  # of our tensors' names: Hugging Face's; wqkv is made of three

@@ -8,7 +8,7 @@ from pathlib import Path
 from formats.checkpoint import first_line
 from runtime.errors import InputError, load_extra
 
-SETTINGS = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
+SETTINGS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"
 
 
 @contextlib.contextmanager

@@ -22,8 +22,9 @@ def rope_frequencies(config):
         from kernels import rope_scaling
 
         frequencies = rope_scaling.scaled(frequencies, config)
-    in_windows = 1.0 / config.window_rope_theta**exponents if config.window_rope_theta else frequencies[1]
-    return torch.stack((frequencies[0], in_windows))
+    if config.window_rope_theta:
+        frequencies = torch.stack((frequencies[0], 1.0 / config.window_rope_theta**exponents))
+    return frequencies.contiguous()
 
 
 class AttentionMetadata(NamedTuple):

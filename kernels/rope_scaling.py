@@ -7,7 +7,7 @@ import torch
 
 from kernels.positions import ORIGINAL
 
-KEYS = {  # by Hugging Face's name
+ROPE_KEYS = {  # by Hugging Face's name
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL],
     "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL],
@@ -40,13 +40,16 @@ def scaled(frequencies, config):
 def error(config):
     """Return what is wrong with a Config's rope_scaling, or None."""
     s, pairs = config.rope_scaling, (config.rotary_dim or config.head_dim) // 2
-    if s.keys() not in [set(keys) for keys in KEYS.values()]:
-        forms = "; or ".join(", ".join(keys) for keys in KEYS.values())
+    if s.keys() not in [set(keys) for keys in ROPE_KEYS.values()]:
+        forms = "; or ".join(", ".join(keys) for keys in ROPE_KEYS.values())
         return f"rope_scaling has the keys {reprlib.repr([*s])}, not {forms}"
+    if "long_factor" in s and config.window_rope_theta:
+        return "window_rope_theta is not for longrope"
     for name, value in s.items():
+        is_list = name in ("short_factor", "long_factor")
         numbers = value if isinstance(value, list) else [value]
-        if not all(type(n) in (int, float) and 0 < n <= 1e30 for n in numbers):
+        if isinstance(value, list) != is_list or not all(type(n) in (int, float) and 0 < n <= 1e30 for n in numbers):
             return f"rope_scaling is {reprlib.repr(s)}, but its values are numbers above 0"
-        if name in ("short_factor", "long_factor") and len(numbers) != pairs:
+        if is_list and len(numbers) != pairs:
             return f"{name} has {len(numbers)} numbers, not {pairs}, one for each pair of dimensions"
     return None

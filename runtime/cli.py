@@ -101,7 +101,8 @@ def read_config(args):
 
 def read_dtype(args):
     """Return the dtype of the weights that the flags ask for."""
-    return checkpoint.chosen_dtype(args.dtype, args.checkpoint and checkpoint.Weights(args.checkpoint))
+    weights = checkpoint.Weights(args.checkpoint) if args.checkpoint and not args.dtype else None
+    return checkpoint.chosen_dtype(args.dtype, weights)
 
 
 def add_rank_flags(parser, sharded=False, comm=True):
@@ -134,20 +135,16 @@ def add_wiring_flags(parser):
     g.add_argument("--ladder", dest="wiring", action="store_const", const="ladder", help="means --wiring ladder")
 
 
-def with_wiring(own, args, shares=None):
-    """Return the config in the wiring that the flags ask for. Given shares, say on stderr if it is not the weights'."""
+def with_wiring(config, args):
+    """Return the config with the wiring that the flags ask for."""
     try:
-        config = rewired(own, args.wiring)
+        return rewired(config, args.wiring)
     except InputError as e:
         raise InputError(f"--wiring: {e}") from None
-    if shares:
-        warn_of_wiring(own, config, shares)
-    return config
 
 
-def is_standard_in_one_lane(wiring):
-    """Return whether a Wiring computes with one lane what standard computes."""
-    w = wiring  # with one norm it computes what parallel computes
+def is_standard_in_one_lane(w):
+    """Return whether a Wiring computes with one lane what standard computes; with one norm, parallel's."""
     return w.depends_on_lanes and len(w.norms) > 1 and (w.stream is not residual_stream or not w.stale)
 
 

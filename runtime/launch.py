@@ -7,6 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+import tp
 from formats.checkpoint import first_line
 from runtime import place, signals
 from runtime.errors import InputError
@@ -76,9 +77,12 @@ def join(device=None, flags=None):
         from runtime import ranks
 
         return ranks.meet(device, flags)
-    if flags.get("comm", "auto") != "auto":
-        raise InputError(f"--comm {flags['comm']} is how ranks sum: start two or more, with torchrun")
-    return World(0, 1, choose_device(device), shares=flags.get("shares"))
+    world = World(0, 1, None, shares=flags.get("shares"))
+    if (comm := flags.get("comm", "auto")) != "auto":
+        tp.collective(comm)  # is there such a way?
+        raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
+    world.device = choose_device(device)
+    return world
 
 
 def choose_device(device, rank=0, tp_size=1, own_gpu=False):
@@ -108,6 +112,8 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
 
 def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
+    from runtime import ending  # before anything fails
+
     signals.heed()
     error = None
     try:
@@ -131,6 +137,4 @@ def run(main):
         error = watch.explain(error)
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # what --help printed, or the text so far
-    from runtime import ending
-
     ending.leave(error)

@@ -19,7 +19,7 @@ import generate
 from complete import load
 from decoding.runner import Runner, make_cache
 from extras.drafts import speculative
-from extras.drafts.named import of_model, read_draft, rewire, with_model
+from extras.drafts.named import of_model, read_draft, rewire
 from runtime import compiling
 from runtime.errors import InputError
 
@@ -60,7 +60,7 @@ def make_runners(net, draft, count, rows, length, compile=False):
     """(a Runner with a cache of just that length, its Draft or None). draft: "ngram", a model, one of rewire, None."""
     runner = Runner(net, make_cache(net, rows, length), compile)
     if draft and draft != "ngram" and draft._modules is net._modules:
-        return runner, speculative.ModelDraft(count, with_model(runner, draft, runner.cache))
+        return runner, speculative.ModelDraft(count, runner.with_model(draft, runner.cache))
     return runner, draft and of_model(draft, count, runner)
 
 

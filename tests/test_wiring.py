@@ -239,6 +239,8 @@ def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words
     cli.warn_of_wiring(own, config, (1,) * ranks)
     warning = capsys.readouterr().err
     assert words in warning and warning.count("\n") == bool(words)
+    one_norm = Wiring("", (model.attention_plus_mlp,), norms=("attention_norm",), depends_on_lanes=True)
+    assert not cli.is_standard_in_one_lane(one_norm)  # it is parallel there
 
 
 # ---------------------------------------------------------------------------------------------------------------------

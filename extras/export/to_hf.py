@@ -15,7 +15,7 @@ from formats.checkpoint import dtype_name
 from formats.families import FAMILIES
 from formats.huggingface import ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
 from formats.tokenizer import SentencePieceTokenizer, load_tokenizer
-from kernels.rope_scaling import KEYS as ROPE_KEYS
+from kernels.rope_scaling import ROPE_KEYS
 from runtime import cli, writing
 from runtime.errors import InputError
 
@@ -212,7 +212,8 @@ def main(argv=None):
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
     own, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
-    config = cli.with_wiring(own, args, (1,))
+    config = cli.with_wiring(own, args)
+    cli.warn_of_wiring(own, config, (1,))
     dtype = checkpoint.chosen_dtype(args.dtype, weights)
     tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
     with writing.new_folder(args.out) as out:

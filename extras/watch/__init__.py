@@ -1,6 +1,6 @@
 """Ranks watch one another: when one dies or hangs, all end, and one of them says which, why and where. See README.md.
 
-runtime/launch.py makes a Watch in each of several ranks.
+runtime/ranks.py makes a Watch in each of several ranks.
 """
 
 import dataclasses
