@@ -30,7 +30,7 @@ from tp import TensorParallel, load_shard
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     load = load_shard  # an ordinary shard, one lane a rank
-    if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:
+    if config.named_wiring.model or (config.lanes and world.shares != (1,) * config.lanes):
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
         if folder:
@@ -43,7 +43,7 @@ def load_model(config, folder, dtype, world):
             weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder and weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    place.at("preparation", timed=False)  # timed until now: another rank's hung load must show
+    place.at("preparation", timed=False)  # the load was timed: another rank may hang in it
     if config.quant:
         from kernels import int_linear
 
@@ -55,7 +55,7 @@ def load_model(config, folder, dtype, world):
     return model
 
 
-# ---- The loop --------------------------------------------------------------------------------------------------------
+# ---- Decoding --------------------------------------------------------------------------------------------------------
 
 
 class Generation:
@@ -83,7 +83,7 @@ class Generation:
     @torch.inference_mode()
     def __iter__(self):
         runner, draft = self.runner, self.draft
-        step = runner.plain_step()  # Runner.next_tokens; a GPU runs a step ahead
+        step = runner.plain_step()  # Runner.next_tokens, on a GPU started one step early
         place.at("prefill")
         start = time.perf_counter()
         if draft:
@@ -127,7 +127,7 @@ class Generation:
 
     @property
     def new_tokens(self):
-        """The number of new tokens of the longest row, end-of-sequence included."""
+        """The most new tokens of any row, end-of-sequence included."""
         return max(len(sequence) - len(prompt) for sequence, prompt in zip(self.sequences, self.prompts, strict=True))
 
 
@@ -190,7 +190,7 @@ class Run:
             report.warn_of_memory(world, config, cli.read_dtype(args), len(self.prompts), self.slots)
         contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
         contents["--draft"] = source and (source.name, source.count)
-        world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
+        world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)  # or raises
 
     def load(self):
         """Load the model, and compile it if asked for. Raises InputError."""

@@ -71,8 +71,8 @@ class SingleDevice:
 #
 # A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. A stream is a generator that
 # runs all sublayers: it yields after each start, so that interleave can run other streams meanwhile, and finally x.
-# Before each sublayer it gives settle or pin the newest sum in flight: else torch.compile moves the waits to where
-# nothing overlaps. docs/code.md says why; tests/test_wiring.py -k compiled_code checks it.
+# While other sums stay in flight, settle and pin get the newest: else torch.compile moves the waits to where nothing
+# overlaps. docs/code.md says why; tests/test_wiring.py -k compiled_code checks it.
 
 
 def interleave(streams):
@@ -170,7 +170,7 @@ class Wiring:
     parameter: str | None = "layers"  # N in NAME:N: "layers", the last N; "period", every N-th sum; None: no N
     depends_on_lanes: bool = False  # whether what it computes depends on the number of lanes
     small_loss: bool = False  # whether a few layers of it cost standard weights little (benchmarks/quality.md)
-    model: type | None = None  # its own subclass of Transformer, with a check(config)
+    model: type | None = None  # its own subclass of Transformer, with a check(config); extras/lanes loads it
 
 
 WIRINGS = {
@@ -228,10 +228,10 @@ class Config:
     attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
     score_cap: float | None = None  # scores become cap tanh(score / cap)
     query_scale: float | None = None  # multiplies queries
-    llama4_beta: float | None = None  # so does 1 + beta ln(1 + floor(position / original_max_position_embeddings))
+    llama4_beta: float | None = None  # and 1 + beta ln(1 + floor(position / original_max_position_embeddings))
     sliding_window: int | None = None  # how many positions a token attends to, itself included
     window_layers: tuple[int, ...] = ()  # the layers that have it
-    window_rope_theta: float | None = None  # of these layers, without rope_scaling; None: that of the others
+    window_rope_theta: float | None = None  # theirs, without rope_scaling; None: as the other layers
     nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     rotary_dim: int | None = None  # how many dimensions of a head turn, the first ones; None: all
     # norms, MLPs and logits
@@ -480,7 +480,7 @@ class Transformer(nn.Module):
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
         """
         S, fresh = tokens.shape[1], positions is None
-        max_length = cache_slots(cache) - 1 if cache else S  # the last one is never read: decoding/runner.py
+        max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: decoding/runner.py
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]

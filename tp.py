@@ -23,7 +23,7 @@ from runtime.errors import InputError, load_extra
 def split_range(n, rank, shares, name=None):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
-    Bounds are rounded up, so that rank 0 is never the smallest of equals: of 8, three ranks get 0-3, 3-6 and 6-8.
+    Bounds are rounded up, so that rank 0 is never the smallest of equals: of 8, three ranks get 3, 3 and 2.
     name: of the things, in the plural; if given, this raises an InputError where a rank would get none.
     """
     bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in range(len(shares) + 1)]
@@ -33,7 +33,7 @@ def split_range(n, rank, shares, name=None):
 
 
 def head_ranges(config, rank, shares):
-    """Return (ranges of wqkv's rows, ranges of wo's columns) of a rank: whole groups of a KV head and its query heads.
+    """Return (ranges of wqkv's rows, ranges of wo's columns) of a rank: a KV head comes with its query heads.
 
     With more ranks than KV heads, the ranks that share a KV head each hold a copy of it and a part of its query heads:
     of 2 KV heads with 4 query heads each, rank 1 of 4 holds query heads 2 and 3, and a copy of KV head 0. On 3 ranks,
@@ -138,7 +138,7 @@ def shard_slices(model, dtype, rank, shares):
             else:
                 columns = model.get_submodule(path).in_features // whole.shape[-1]
         dim += whole.dim() == 3  # (experts, rows, columns)
-        if ranges:
+        if ranges:  # one that cuts a group of int4 has smaller groups: int_linear.regroup
             shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
         stored = dtype if whole.is_floating_point() else whole.dtype
         slices[name] = ShardSlice(tuple(shape), stored, dim, ranges, columns)
@@ -179,8 +179,8 @@ def _set_parameter(model, name, tensor):
 
 
 # ---- The collectives -------------------------------------------------------------------------------------------------
-# COLLECTIVES: ways to sum over ranks, {name: connect}. connect(world) returns the process group whose all-reduce sums
-# (world.group is the default one), or raises InputError on all ranks alike. Its docstring begins with its help.
+# COLLECTIVES: {name: connect}, ways to sum over ranks. connect(world) returns the process group that sums, which then
+# replaces world.group, the default one; or raises InputError on all ranks alike. Its docstring begins with its help.
 
 
 def connect_auto(world):
