@@ -183,13 +183,13 @@ class Run:
             context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
             self.max_new_tokens = cli.fit(args.max_new_tokens, self.prompts, context)  # as the context allows
             self.slots = context if chats else max(map(len, self.prompts)) + self.max_new_tokens  # of the cache
-            self.draft_source = source = None
+            self.draft_source = None
             if args.draft:
                 drafts = load_extra("drafts", f"--draft {args.draft}")
-                self.draft_source = source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
+                self.draft_source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             report.warn_of_memory(world, config, cli.read_dtype(args), len(self.prompts), self.slots)
-        contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
-        contents["--draft"] = source and (source.name, source.count)
+        ids, source = zlib.crc32(str(self.prompts).encode()), self.draft_source
+        contents = {"tokens of the prompts": ids, "--draft": source and (source.name, source.count)}
         world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)  # or raises
 
     def load(self):
@@ -220,13 +220,13 @@ def main(argv=None):
     run = Run(args, world)
     run.load()
     if cli.is_chat(args):
-        return load_extra("chat", "--chat without a prompt").chat_on_terminal(run, world, Generation)
+        return load_extra("chat", "--chat without a prompt").chat_on_terminal(run, Generation)
     printer = cli.Printer(world.rank, run.prompts, run.tokenizer, run.max_new_tokens, show_prompt=args.chat is None)
     generation = Generation(run.runner, run.prompts, run.max_new_tokens, run.sample, run.config.eos_ids, run.draft)
     with run.runner.unguarded():
         for ids in generation:
             printer.push(ids)
-    result = report.result(run, generation, printer.finish(generation.rows), world)
+    result = report.result(run, generation, printer.finish(generation.rows))
     world.say(report.summary(result))
     if args.json and world.rank == 0:
         from runtime import benchmarking, writing

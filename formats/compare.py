@@ -3,13 +3,10 @@
 import hashlib
 from pathlib import Path
 
-from formats.tokenizer import load_tokenizer
+from formats.tokenizer import SETTINGS, load_tokenizer
 from runtime.errors import InputError
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+TOKENIZER_FILES = "tokenizer.json", "tokenizer.model", *SETTINGS, "generation_config.json"
 
 
 def digest(folder, samples=1024):

@@ -2,8 +2,6 @@
 
 import reprlib
 
-import tokenizers
-
 from formats.checkpoint import read_json, read_text
 from formats.tokenizer import Tokenizer, library_errors
 from runtime.errors import InputError
@@ -11,6 +9,8 @@ from runtime.errors import InputError
 
 class JsonTokenizer(Tokenizer):
     def __init__(self, path):
+        import tokenizers  # a SentencePiece model with settings does without
+
         self.model = tokenizers.Tokenizer.from_file(str(path))
         self.model.no_truncation()
         self.model.no_padding()
@@ -35,6 +35,8 @@ class JsonTokenizer(Tokenizer):
         return self.model.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
 
     def add(self, text, i, hidden):
+        import tokenizers
+
         if text not in self.special:
             self.model.add_tokens([tokenizers.AddedToken(text, normalized=False, special=hidden)])
             self.special[text] = self.model.token_to_id(text)

@@ -97,12 +97,12 @@ def peak_bytes(device):
     return _kilobytes("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def result(run, done, texts, world):
+def result(run, done, texts):
     """Return the results as a dict, of a generate.Run and its Generation, which is `done`.
 
     Every rank calls it: it gathers.
     """
-    runner, draft, source, config = run.runner, run.draft, run.draft_source, run.config
+    runner, draft, source, config, world = run.runner, run.draft, run.draft_source, run.config, run.world
     longest, rows, passes = max(map(len, run.prompts)), len(run.prompts), done.passes
     slots = longest + done.new_tokens / 2  # filled in the mean pass
     drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass

@@ -37,12 +37,12 @@ def is_stopped(passes, world):
     return bool(stopped)
 
 
-def chat_on_terminal(run, world, Generation):
+def chat_on_terminal(run, Generation):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
     run: a generate.Run that has loaded. Generation: the class of generate.py.
     """
-    tokenizer, context = run.tokenizer, min(CHAT_CONTEXT, run.config.max_seq_len)
+    world, tokenizer, context = run.world, run.tokenizer, min(CHAT_CONTEXT, run.config.max_seq_len)
     beginning = run.args.chat  # perhaps a system message
     messages, ids, cached = beginning, [], []  # cached: the tokens that are in the cache
 
