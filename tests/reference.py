@@ -200,3 +200,63 @@ class Reference:
         head = self.w["tok_embeddings.weight"] if self.c.tie_embeddings else self.w["output.weight"]
         logits, cap = self.norm(x, "norm") @ head.T, self.c.logit_cap
         return cap * np.tanh(logits / cap) if cap else logits
+
+
+class MixtureReference(Reference):
+    """With experts in the MLPs, on one rank."""
+
+    def mlp(self, layer, x, shard, norm="ffn_norm"):
+        if layer in self.c.dense_layers:
+            return super().mlp(layer, x, shard, norm)
+        p = f"layers.{layer}."
+        x = self.norm(x, p + norm)
+        return self.experts(p + "feed_forward.", x) + self.shared_expert(p + "feed_forward.", x)
+
+    def wiring(self):
+        wiring, *others = super().wiring()
+        return model.WIRINGS["ladder"] if self.c.wiring == "farskip" else wiring, *others
+
+    def stream(self, x0):
+        return [self.farskip(x0)] if self.c.wiring == "farskip" and self.c.shared_expert_size else super().stream(x0)
+
+    def gated(self, x, w1, w3, w2):
+        gate = w1 @ x
+        return w2 @ (gate / (1 + np.exp(-gate)) * (w3 @ x))
+
+    def experts(self, p, x):
+        """What each token's likeliest experts give, weighted with their probabilities. On one rank, token by token."""
+        w, out = self.w, np.zeros_like(x)
+        for t, token in enumerate(x):
+            scores = np.exp(w[p + "router.weight"] @ token)
+            probabilities = scores / scores.sum()
+            chosen = sorted(range(self.c.n_experts), key=lambda e: -probabilities[e])[: self.c.experts_per_token]
+            whole = sum(probabilities[e] for e in chosen) if self.c.renormalize_experts else 1
+            for e in chosen:
+                matrices = (w[f"{p}experts.{name}.weight"][e] for name in ("w1", "w3", "w2"))
+                out[t] += probabilities[e] / whole * self.gated(token, *matrices)
+        return out
+
+    def shared_expert(self, p, x):
+        if not self.c.shared_expert_size:
+            return np.zeros_like(x)
+        matrices = [self.w[f"{p}shared_expert.{name}.weight"] for name in ("w1", "w3", "w2")]
+        out = np.stack([self.gated(token, *matrices) for token in x])
+        if self.c.shared_expert_gate:
+            out = out / (1 + np.exp(-x @ self.w[p + "shared_gate.weight"].T))
+        return out
+
+    def farskip(self, x0):
+        """The stream of a mixture: attention k misses the routed experts of layer k - 1, experts k miss attention k."""
+        c, w, attention, routed, shared = self.c, self.w, [], [], []
+        for layer in range(c.n_layers):
+            whole = x0 + sum(attention) + sum(routed) + sum(shared)
+            late = whole - routed[-1] if routed else whole
+            attention.append(self.attention(layer, late, self.shards[0]))
+            if layer in c.dense_layers:
+                routed.append(self.mlp(layer, whole, self.shards[0]))
+                continue
+            p = f"layers.{layer}."
+            x = rms_norm(whole, w[p + "ffn_norm.weight"], c.norm_eps)
+            routed.append(self.experts(p + "feed_forward.", x))
+            shared.append(self.shared_expert(p + "feed_forward.", x))
+        return x0 + sum(attention) + sum(routed) + sum(shared)

@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from helpers import BASE, random_model, rank_logits, run_ranks, unequal_rows, write_model
-from reference import Reference, rms_norm
+from reference import MixtureReference
 from safetensors.torch import load_file, save_file
 from test_bench import flags, texts_of_cells
 from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
@@ -39,66 +38,6 @@ SHARED = dataclasses.replace(MIXTURE, shared_expert_size=28, shared_expert_gate=
 WIRINGS = "standard", "ladder", "ladder:1", "parallel-ladder", "pair", "farskip"
 CONFIGS = [dataclasses.replace(config, wiring=w) for config in (MIXTURE, SHARED) for w in WIRINGS]
 CONFIGS.append(dataclasses.replace(SHARED, wiring="farskip", dense_layers=(1,)))
-
-
-class MixtureReference(Reference):
-    """The reference of test_wiring, on one rank, with experts in the MLPs."""
-
-    def mlp(self, layer, x, shard, norm="ffn_norm"):
-        if layer in self.c.dense_layers:
-            return super().mlp(layer, x, shard, norm)
-        p = f"layers.{layer}."
-        x = self.norm(x, p + norm)
-        return self.experts(p + "feed_forward.", x) + self.shared_expert(p + "feed_forward.", x)
-
-    def wiring(self):
-        wiring, *others = super().wiring()
-        return model.WIRINGS["ladder"] if wiring is model.WIRINGS["farskip"] else wiring, *others
-
-    def stream(self, x0):
-        return [self.farskip(x0)] if self.c.wiring == "farskip" and self.c.shared_expert_size else super().stream(x0)
-
-    def gated(self, x, w1, w3, w2):
-        gate = w1 @ x
-        return w2 @ (gate / (1 + np.exp(-gate)) * (w3 @ x))
-
-    def experts(self, p, x):
-        """What each token's likeliest experts give, weighted with their probabilities. On one rank, token by token."""
-        w, out = self.w, np.zeros_like(x)
-        for t, token in enumerate(x):
-            scores = np.exp(w[p + "router.weight"] @ token)
-            probabilities = scores / scores.sum()
-            chosen = sorted(range(self.c.n_experts), key=lambda e: -probabilities[e])[: self.c.experts_per_token]
-            whole = sum(probabilities[e] for e in chosen) if self.c.renormalize_experts else 1
-            for e in chosen:
-                matrices = (w[f"{p}experts.{name}.weight"][e] for name in ("w1", "w3", "w2"))
-                out[t] += probabilities[e] / whole * self.gated(token, *matrices)
-        return out
-
-    def shared_expert(self, p, x):
-        if not self.c.shared_expert_size:
-            return np.zeros_like(x)
-        matrices = [self.w[f"{p}shared_expert.{name}.weight"] for name in ("w1", "w3", "w2")]
-        out = np.stack([self.gated(token, *matrices) for token in x])
-        if self.c.shared_expert_gate:
-            out = out / (1 + np.exp(-x @ self.w[p + "shared_gate.weight"].T))
-        return out
-
-    def farskip(self, x0):
-        """The stream of a mixture: attention k misses the routed experts of layer k - 1, experts k miss attention k."""
-        c, w, attention, routed, shared = self.c, self.w, [], [], []
-        for layer in range(c.n_layers):
-            whole = x0 + sum(attention) + sum(routed) + sum(shared)
-            late = whole - routed[-1] if routed else whole
-            attention.append(self.attention(layer, late, self.shards[0]))
-            if layer in c.dense_layers:
-                routed.append(self.mlp(layer, whole, self.shards[0]))
-                continue
-            p = f"layers.{layer}."
-            x = rms_norm(whole, w[p + "ffn_norm.weight"], c.norm_eps)
-            routed.append(self.experts(p + "feed_forward.", x))
-            shared.append(self.shared_expert(p + "feed_forward.", x))
-        return x0 + sum(attention) + sum(routed) + sum(shared)
 
 
 def config_id(config):
@@ -288,7 +227,7 @@ def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in x])
     w1, w3, w2 = (random_experts(bits, E, N, K, generator) for N, K in [(neurons, D)] * 2 + [(D, neurons)])
     expected = torch.ops.ladder.experts(x.double(), chosen, *map(in_float64, (w1, w3, w2)))
-    grouped = gathered = 0
+    grouped = gathered = every = 0
     for rank in range(ranks):
         a, b = tp.shard_plan(config, rank, (1,) * ranks)["experts.w2"][1][0]
         columns = [slice(None) if t.shape[2] == 1 else slice(*(i * t.shape[2] // neurons for i in (a, b))) for t in w2]
@@ -296,24 +235,27 @@ def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
         own.append([t[..., part].contiguous() for t, part in zip(w2, columns, strict=True)])
         grouped += kernels.experts_on_a_gpu(x, chosen, *own).double()
         gathered += kernels.gathered(x, chosen, *own).double()
-    assert (grouped - expected).abs().max() < 0.02 * expected.abs().max()
-    assert (gathered - expected).abs().max() < 0.02 * expected.abs().max()
+        every += kernels.every(x, chosen, *own).double()
+    for result in grouped, gathered, every:
+        assert (result - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 class OnAGpu(torch.Tensor):
     is_cuda = True
 
 
-@pytest.mark.parametrize("kind, tokens, compiles, few", [
-    (OnAGpu, 8, True, True), (OnAGpu, 9, True, False), (OnAGpu, 8, False, False), (torch.Tensor, 8, True, False),
+@pytest.mark.parametrize("kind, tokens, compiles, way", [
+    (OnAGpu, 2, True, "gathered"), (OnAGpu, 3, True, "every"), (OnAGpu, 128, True, "every"), (OnAGpu, 129, True, None),
+    (OnAGpu, 2, False, None), (torch.Tensor, 2, True, None),
 ])  # fmt: skip
-def test_a_gpu_s_compiled_step_gathers_few(kind, tokens, compiles, few, monkeypatch):
+def test_a_gpu_s_compiled_step_waits_for_nothing(kind, tokens, compiles, way, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiles)
-    monkeypatch.setattr(kernels, "gathered", lambda *args: calls.append(args))
+    for name in "gathered", "every":
+        monkeypatch.setattr(kernels, name, lambda *args, name=name: calls.append(name))
     x, chosen = torch.zeros(tokens, 8).as_subclass(kind), torch.zeros(tokens, 2, dtype=torch.long)
     kernels.Experts(8, 16, 5)(x, chosen)
-    assert bool(calls) is few
+    assert calls == [way] * bool(way)
 
 
 WIDE = dataclasses.replace(

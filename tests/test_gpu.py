@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import WIRED, check_split_attention, command, last_logits, random_model, script, unequal_rows, wired_id
-from reference import Reference
+from reference import MixtureReference
 
 from extras import gpu
 from formats.sizes import RandomWeights
@@ -36,6 +36,8 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 COMPILED = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 # shapes that all kernels take: K in multiples of 128, N of 8
 CONFIG = Config(3, 8, 2, 16, 128, 256, 136, 64, bos_id=1, eos_ids=(2,))
+# mixtures whose steps gather the experts that tokens choose, or have all compute
+MIXED = [{**WIRED[1], "n_experts": 5, "experts_per_token": k, "expert_size": 72, "dense_layers": (1,)} for k in (1, 4)]
 STEPS = 4  # of decode: of the same CUDA graph, which the first captures
 
 
@@ -51,13 +53,13 @@ def logits(net, tokens, lengths, compile):
 
 def expected(config, state, tokens, lengths):
     """The same of the float64 reference."""
-    reference = Reference(config, state)
+    reference = MixtureReference(config, state)
     rows = [reference.logits(row[:length])[-STEPS - 1 :] for row, length in zip(tokens, lengths, strict=True)]
     return torch.stack([torch.from_numpy(row) for row in rows])
 
 
 @COMPILED
-@pytest.mark.parametrize("changes", WIRED[:2], ids=wired_id)
+@pytest.mark.parametrize("changes", WIRED[:2] + MIXED, ids=wired_id)
 def test_a_model_computes_what_float64_does(changes, compile):
     """In rows of different lengths: one that read another's would be seen."""
     config = dataclasses.replace(CONFIG, **changes)

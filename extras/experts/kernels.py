@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from kernels.int_linear import dequantize, recast
 
-GATHERED = 16  # most pairs of a token and an expert that are gathered: an expert that repeats would be read again
+FEW_TOKENS = 128  # with more, a GPU would take longer to multiply all by every expert than to read the experts
 
 torch.library.define("ladder::experts", "(Tensor x, Tensor chosen, Tensor[] w1, Tensor[] w3, Tensor[] w2) -> Tensor")
 torch.library.register_fake("ladder::experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1]))
@@ -62,6 +62,16 @@ def gathered(x, chosen, w1, w3, w2):
     return multiply(w2, F.silu(multiply(w1, x)) * multiply(w3, x))
 
 
+def every(x, chosen, w1, w3, w2):
+    """Compute what experts() does; every expert computes every token, which a GPU does while it reads the experts."""
+
+    def multiply(matrices, x):  # (T, in_features) or (E, T, in_features) -> (E, T, out_features)
+        return x @ floats(matrices).transpose(1, 2)
+
+    y = multiply(w2, F.silu(multiply(w1, x)) * multiply(w3, x))
+    return y[chosen, torch.arange(len(x), device=x.device)[:, None]]
+
+
 torch.library.impl("ladder::experts", "default", experts)
 torch.library.impl("ladder::experts", "CUDA", experts_on_a_gpu)
 
@@ -87,8 +97,10 @@ class Experts(nn.Module):
 
     def forward(self, x, chosen):
         """Return (T, k, D): what each expert that tokens x (T, D) have chosen (T, k) makes of them."""
-        few = x.is_cuda and torch.compiler.is_compiling() and chosen.numel() <= GATHERED
-        multiply = gathered if few else torch.ops.ladder.experts
+        multiply = torch.ops.ladder.experts
+        if x.is_cuda and torch.compiler.is_compiling() and len(x) <= FEW_TOKENS:
+            # nothing may wait for a device that captures: grouped_mm does, but for bfloat16 on Hopper or a B200
+            multiply = gathered if chosen.numel() < len(self.w1.weight) else every
         return multiply(x, chosen, *(list(w.parameters()) for w in (self.w1, self.w3, self.w2)))
 
 
