@@ -206,7 +206,7 @@ class MixtureReference(Reference):
     """With experts in the MLPs, on one rank."""
 
     def mlp(self, layer, x, shard, norm="ffn_norm"):
-        if layer in self.c.dense_layers:
+        if not self.c.n_experts or layer in self.c.dense_layers:
             return super().mlp(layer, x, shard, norm)
         p = f"layers.{layer}."
         x = self.norm(x, p + norm)
