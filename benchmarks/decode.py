@@ -5,8 +5,7 @@ python -m benchmarks.decode --threads 2 --engines ours:int8 ours:int4 llama.cpp:
 python -m benchmarks.decode --show decode.jsonl
 
 llama.cpp needs pip install llama-cpp-python gguf. The shape is that of Llama 3.2 1B, or of --model, with an output
-head of its own: a step of the 1b reads 2.47 GB. A line of the result is one engine in one case: the median and the
-quartiles of its times, and the bandwidth measured in the same run; mbu is the share of it that our decode step reached.
+head of its own. A result is an engine in a case: median, quartiles, the run's bandwidth, our decode step's part (mbu).
 """
 
 import dataclasses

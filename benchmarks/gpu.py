@@ -19,17 +19,14 @@ from runtime import cli, launch, writing
 from runtime.cli import number
 from runtime.errors import InputError
 
-SHORTEST = 20  # seconds: with less time left, no case starts
-
 
 def cases(device, traces):
     """Return the commands of all cases. Compiling takes most of the time, longest for a single row: it is tuned."""
-    whole, batches, sizes = "8b", "1 16", ["30b-a3b:4", "8b:4:int4", "8b:4:int8", "8b:4"]
-    shards = ["30b-a3b:4", "8b:4", "70b:4"]
+    whole, some, shards, batches = "8b", "8b:4", ["30b-a3b:2", "8b:4", "70b:4"], "1 16"
     small, links = "", " ".join(name for name in LINKS if name != "free")
     how = "--seconds 20 --prompt-length 1024"
     if device == "cpu":
-        whole, batches, sizes, shards = "1b:1", "1 2", ["1b:1:int4", "1b:1:int8", "1b:1"], ["1b:2"]
+        whole, some, shards, batches = "1b:1", "1b:1", ["1b:2"], "1 2"
         small, links = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager", "pcie"
         how = "--seconds 1 --eager --prompt-length 16"
     decode = f"bench.py --tp 1 --device {device}{small} --batch"
@@ -37,8 +34,8 @@ def cases(device, traces):
     predict += f" --link {links} --wiring standard ladder parallel-ladder upper-bound --model"
     return [
         f"{decode} 1 --model {whole}",
-        *(f"{decode} {batches} --model {size}" for size in sizes),
         *(f"{predict} {model} --profile {shlex.quote(traces)}/{model[:-2]}" for model in shards),
+        *(f"{decode} {batches} --model {some}{quant}" for quant in (":int4", ":int8", "")),
     ]
 
 
@@ -63,7 +60,7 @@ def main(argv=None):
     for command in cases(device, os.path.abspath(args.traces)):
         command, left = f"{command} --json {shlex.quote(os.path.abspath(args.json))}", end - time.monotonic()
         print(f"[{left:.0f} s left] python {command}", file=sys.stderr, flush=True)
-        if error := run(command, left) if left > SHORTEST else "no time left":
+        if error := run(command, left) if left > 20 else "no time left":
             print(f"failed: {error}", file=sys.stderr)
             writing.append_line(args.json, {"case": command, "error": error})
 

@@ -170,7 +170,7 @@ def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path)
 
 def test_gpu_measures_full_sizes_over_every_link_and_its_flags_are_known():
     commands = gpu.cases("cuda:0", "traces")
-    assert commands[0].endswith("--batch 1 --model 8b") and len(commands) == 8
+    assert commands[0].endswith("--batch 1 --model 8b") and len(commands) == 7
     assert sum(f"--link {' '.join(gpu.LINKS)}".replace("free ", "") in command for command in commands) == 3
     for command in commands + gpu.cases("cpu", "traces"):
         script, *flags = shlex.split(command.removeprefix("-m "))
@@ -208,7 +208,6 @@ README = str(ROOT / "README.md")
 
 @pytest.mark.parametrize("script, flags, message", [
     (sweep, "--link 1ms ''", "--link: '' is none of free,"),
-    (sweep, f"--profile '{README}'", f"--profile {README} is a file: give a folder"),
     (sweep, "--link free x", "--link: 'x' is none of free,"),
     (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
     (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
@@ -240,7 +239,7 @@ PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("ext
 SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("overlap.md", sweep, "standard ladder parallel parallel-ladder spd upper-bound", "overlap-memory.jsonl", 1),
     ("overlap.md", sweep, "standard ladder parallel upper-bound", "overlap-netns.jsonl", 1),
-    ("overlap.md", sweep, "", "overlap-tp8.jsonl", 1),
+    ("experts.md", sweep, "", "overlap-experts-h100.jsonl", 1),
     ("decode.md", decode, "", "decode.jsonl", 2),
     ("decode.md", decode, "", "decode-calls.jsonl", 1),
     ("decode.md", decode, "", "decode-panels.jsonl", 1),

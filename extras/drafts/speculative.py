@@ -53,8 +53,7 @@ class Draft:
     def warm_up(self, runner, sequences, count):
         """Run the passes of a step that verifies `count` proposals."""
         ids = torch.zeros(len(sequences), count, dtype=torch.long, device=runner.device)
-        sample = Sampler(0, device=runner.device)
-        self.propose(sequences, [False] * len(sequences), sample)
+        self.propose(sequences, [False] * len(sequences), sample := Sampler(0, device=runner.device))
         verify(runner, sequences, ids, None, sample)
 
 

@@ -41,8 +41,7 @@ def experts(x, chosen, w1, w3, w2):
 def experts_on_a_gpu(x, chosen, w1, w3, w2):
     """Compute what experts() does, without waiting for the device."""
     expert, order = chosen.flatten().sort(stable=True)  # the rows of an expert are neighbours
-    ids = torch.arange(len(w1[0]), device=x.device)
-    stops = torch.searchsorted(expert, ids, right=True).int()  # where the rows of each expert end
+    stops = torch.searchsorted(expert, torch.arange(len(w1[0]), device=x.device), right=True).int()  # of each's rows
 
     def multiply(rows, matrices):
         return F.grouped_mm(rows, floats(matrices).transpose(1, 2), offs=stops)

@@ -4,9 +4,8 @@ torchrun --standalone --nproc_per_node=2 -m extras.measure.sweep --link 0us 1000
 python -m extras.measure.sweep --simulate-tp 8 --model 8b --link nvlink pcie --json sweep.jsonl
 python -m extras.measure.sweep --wiring standard ladder upper-bound --show sweep.jsonl --plot sweep.png
 
-By default all wirings of a small random model (8 layers of dim 2560), which share one set of weights. A line of the
-result is one wiring at one batch size over one link: the median step and its quartiles, the same step without
-all-reduces, one all-reduce alone, and the limit (exposed.py).
+By default all wirings of a small random model, which share one set of weights. A line of the result is a wiring at a
+batch size over a link: the step (median, quartiles), the same without all-reduces, one all-reduce, the limit.
 """
 
 import itertools
@@ -56,8 +55,6 @@ def parse(argv):
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
     for wiring in args.wiring:
         rewired(args.config, wiring)  # raises InputError
-    if args.profile and Path(args.profile).is_file():
-        raise InputError(f"--profile {args.profile} is a file: give a folder")
     return args
 
 

@@ -247,8 +247,7 @@ def main(argv=None):
             stack.callback(dist.destroy_process_group)
         with world.together():
             windows, valid = runs.windows(run, args)
-            if world.rank == 0:
-                print(f"{windows.n:,} windows to train on, {valid.n:,} to validate on", flush=True)
+            world.say(f"{windows.n:,} windows to train on, {valid.n:,} to validate on")
             if args.compile:
                 from runtime import compiling
 
