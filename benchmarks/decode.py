@@ -1,11 +1,10 @@
 """Decode and prefill of ours and llama.cpp on one CPU, the same shape and random bfloat16 weights, in turns.
 
-python -m benchmarks.decode --threads 2 --engines ours llama.cpp --json decode.jsonl
 python -m benchmarks.decode --threads 2 --engines ours:int8 ours:int4 llama.cpp:q8_0 llama.cpp:q4_0 ...
 python -m benchmarks.decode --show decode.jsonl
 
 llama.cpp needs pip install llama-cpp-python gguf. The shape is that of Llama 3.2 1B, or of --model, with an output
-head of its own. A result is an engine in a case: median, quartiles, the run's bandwidth, our decode step's part (mbu).
+head of its own. A result is an engine in a case: median, quartiles, the run's bandwidth, the share our step reached.
 """
 
 import dataclasses
@@ -33,7 +32,6 @@ from runtime.cli import count, number
 from runtime.errors import InputError
 from runtime.report import step_bytes
 
-CONTEXT = 1088
 FILLED = 128  # slots of the cache before a decode step
 WORLD = launch.World(0, 1, torch.device("cpu"))
 # an engine's weights, behind the colon of its name: ours of as many bits
@@ -66,7 +64,7 @@ def write_gguf(path, c, quant):
 
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
-        "tokenizer_model": "no_vocab", "vocab_size": c.vocab_size, "context_length": CONTEXT, "embedding_length": c.dim,
+        "tokenizer_model": "no_vocab", "vocab_size": c.vocab_size, "context_length": 1088, "embedding_length": c.dim,
         "block_count": c.n_layers, "feed_forward_length": c.intermediate_size, "head_count": c.n_heads,
         "head_count_kv": c.n_kv_heads, "rope_dimension_count": c.head_dim, "layer_norm_rms_eps": c.norm_eps,
         "rope_freq_base": c.rope_theta,

@@ -23,12 +23,10 @@ from runtime.errors import InputError
 def cases(device, traces):
     """Return the commands of all cases. Compiling takes most of the time, longest for a single row: it is tuned."""
     whole, some, shards, batches = "8b", "8b:4", ["30b-a3b:2", "8b:4", "70b:4"], "1 16"
-    small, links = "", " ".join(name for name in LINKS if name != "free")
-    how = "--seconds 20 --prompt-length 1024"
+    small, links, how = "", " ".join(name for name in LINKS if name != "free"), "--seconds 20 --prompt-length 1024"
     if device == "cpu":
         whole, some, shards, batches = "1b:1", "1b:1", ["1b:2"], "1 2"
-        small, links = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager", "pcie"
-        how = "--seconds 1 --eager --prompt-length 16"
+        small, links, how = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager", "pcie", "--seconds 1 --eager"
     decode = f"bench.py --tp 1 --device {device}{small} --batch"
     predict = f"-m extras.measure.sweep --simulate-tp 8 --batch 4 --device {device} {how}"
     predict += f" --link {links} --wiring standard ladder parallel-ladder upper-bound --model"
@@ -60,7 +58,7 @@ def main(argv=None):
     for command in cases(device, os.path.abspath(args.traces)):
         command, left = f"{command} --json {shlex.quote(os.path.abspath(args.json))}", end - time.monotonic()
         print(f"[{left:.0f} s left] python {command}", file=sys.stderr, flush=True)
-        if error := run(command, left) if left > 20 else "no time left":
+        if error := run(command, left) if left > 20 else "no time left":  # seconds that a case takes
             print(f"failed: {error}", file=sys.stderr)
             writing.append_line(args.json, {"case": command, "error": error})
 

@@ -194,12 +194,16 @@ class Reference:
                 x = [x_r + partial for x_r, partial in zip(x, partials, strict=True)]
         return x
 
-    def logits(self, tokens, rank=0):
-        """(S, V) for one sequence of token ids, from the given rank's final stream."""
-        x = self.stream(self.w["tok_embeddings.weight"][np.asarray(tokens)] * (self.c.embedding_scale or 1))[rank]
-        head = self.w["tok_embeddings.weight"] if self.c.tie_embeddings else self.w["output.weight"]
-        logits, cap = self.norm(x, "norm") @ head.T, self.c.logit_cap
-        return cap * np.tanh(logits / cap) if cap else logits
+    def logits(self, tokens):
+        """(S, V) for one sequence of token ids, from rank 0's final stream."""
+        return self.all_logits(tokens)[0]
+
+    def all_logits(self, tokens):
+        """The same from each rank's final stream."""
+        head, cap = self.w["tok_embeddings.weight" if self.c.tie_embeddings else "output.weight"], self.c.logit_cap
+        x0 = self.w["tok_embeddings.weight"][np.asarray(tokens)] * (self.c.embedding_scale or 1)
+        logits = [self.norm(x, "norm") @ head.T for x in self.stream(x0)]
+        return [cap * np.tanh(own / cap) if cap else own for own in logits]
 
 
 class MixtureReference(Reference):

@@ -147,6 +147,7 @@ def test_the_figure(tmp_path, printed):
 # ---- decode.py -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
@@ -209,6 +210,7 @@ README = str(ROOT / "README.md")
 @pytest.mark.parametrize("script, flags, message", [
     (sweep, "--link 1ms ''", "--link: '' is none of free,"),
     (sweep, "--link free x", "--link: 'x' is none of free,"),
+    (sweep, f"--profile '{README}'", f"--profile {README} is a file: give a folder"),
     (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
     (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
     (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),

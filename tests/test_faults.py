@@ -52,15 +52,14 @@ CAUSES = {  # kind of fault: what the line says
 STALLS = "SIGSTOP", "hang", "launcher SIGSTOP"
 
 
-FAST = [("decode", "SIGKILL", 1, 2, ""), ("decode", "SIGSTOP", 0, 2, "")]  # phase, kind, rank of how many, flags
-SLOW_ONES = [
+SLOW_ONES = [  # phase, kind, rank of how many, flags
     ("load", "hang", 1, 2, ""), ("load", "SIGTERM", 0, 2, ""), ("prefill", "exception", 2, 3, ""),
     ("decode", "hang", 1, 3, ""), ("join", "launcher SIGKILL", 0, 2, ""), ("join", "SIGSTOP", 1, 2, ""),
     ("decode", "launcher SIGTERM", 0, 2, ""), ("decode", "launcher SIGSTOP", 0, 2, ""),
     ("decode", "SIGSTOP", 0, 2, " --comm library"), ("chat", "SIGKILL", 0, 2, ""),
-    ("training", "terminal SIGINT", 0, 2, ""),
+    ("training", "terminal SIGINT", 0, 2, ""), ("decode", "SIGSTOP", 0, 2, ""),
 ]  # fmt: skip
-FAULTS = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_ONES)]
+FAULTS = [("decode", "SIGKILL", 1, 2, ""), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_ONES)]
 UNLIKE = [  # flags, or the script, of the last rank alone; what the line says
     ("--seed 2", r"--seed 2.*--seed 1"),
     pytest.param("--checkpoint {b}", r"contents of --checkpoint", marks=pytest.mark.slow),

@@ -190,7 +190,7 @@ def test_a_named_size_has_random_weights(monkeypatch, out):
     assert printed == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_line_typed_meanwhile_stops_an_answer(ranks, tiny, tmp_path):
     """It is typed at the third decode step of the first answer, and is the next message."""
     keyboard, terminal = pty.openpty()
@@ -385,7 +385,7 @@ def test_synthetic_prompts_differ_end_with_the_context_and_are_prefilled_in_two_
     assert one["tokens"] == two["tokens"] and len({tuple(row) for row in one["tokens"]}) == 9
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     """What is beyond them holds NaN, which a mask would not keep out of a sum."""
     net = random_model(dataclasses.replace(BASE, n_layers=2, sliding_window=11, window_layers=(1,)))

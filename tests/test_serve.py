@@ -369,6 +369,7 @@ def test_keys_queues_and_the_end():
         assert server.process.wait(20) == 0 and server.said == ""
 
 
+@pytest.mark.slow
 def test_a_stream_of_a_rank_that_dies_ends_in_an_error():
     with Server("--rows", 1, ranks=2) as server:
         running = server.send("/v1/completions", {"prompt": "Once", "max_tokens": 250, "stream": True, "seed": 3})

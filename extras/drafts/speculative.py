@@ -13,8 +13,6 @@ from decoding.runner import last_tokens, pad
 from decoding.sampling import Sampler
 from model import cache_slots
 
-NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
-
 
 class Draft:
     """Proposes the next tokens of each row. A subclass has propose(sequences, done, sample), arguments as of step().
@@ -53,7 +51,8 @@ class Draft:
     def warm_up(self, runner, sequences, count):
         """Run the passes of a step that verifies `count` proposals."""
         ids = torch.zeros(len(sequences), count, dtype=torch.long, device=runner.device)
-        self.propose(sequences, [False] * len(sequences), sample := Sampler(0, device=runner.device))
+        sample = Sampler(0, device=runner.device)
+        self.propose(sequences, [False] * len(sequences), sample)
         verify(runner, sequences, ids, None, sample)
 
 
@@ -71,12 +70,12 @@ class Ngrams(Draft):
         ids = torch.tensor([row or filler for row in rows], dtype=torch.long, device=sample.device)
         return ids, None, [row is not None for row in rows]
 
-    def _lookup(self, row, ids):
+    def _lookup(self, row, ids, lengths=(3, 2)):  # of n-grams, in this order
         index = self.index[row]
         for end in range(self.indexed[row], len(ids)):
-            index.update({tuple(ids[end - n : end]): end for n in NGRAM if n <= end})
+            index.update({tuple(ids[end - n : end]): end for n in lengths if n <= end})
         self.indexed[row] = len(ids)
-        for n in NGRAM:
+        for n in lengths:
             if start := index.get(tuple(ids[-n:])):
                 return (ids[start:] * self.count)[: self.count]  # repeated where the sequence ends too early
         return None

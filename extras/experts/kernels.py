@@ -39,9 +39,11 @@ def experts(x, chosen, w1, w3, w2):
 
 
 def experts_on_a_gpu(x, chosen, w1, w3, w2):
-    """Compute what experts() does, without waiting for the device."""
+    """Compute what experts() does. grouped_mm waits for the device but for bfloat16 on Hopper and B200 (torch 2.13)."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return every(x, chosen, w1, w3, w2)
     expert, order = chosen.flatten().sort(stable=True)  # the rows of an expert are neighbours
-    stops = torch.searchsorted(expert, torch.arange(len(w1[0]), device=x.device), right=True).int()  # of each's rows
+    stops = torch.searchsorted(expert, torch.arange(len(w1[0]), device=x.device), right=True).int()  # where each's end
 
     def multiply(rows, matrices):
         return F.grouped_mm(rows, floats(matrices).transpose(1, 2), offs=stops)
@@ -98,8 +100,9 @@ class Experts(nn.Module):
         """Return (T, k, D): what each expert that tokens x (T, D) have chosen (T, k) makes of them."""
         multiply = torch.ops.ladder.experts
         if x.is_cuda and torch.compiler.is_compiling() and len(x) <= FEW_TOKENS:
-            # nothing may wait for a device that captures: grouped_mm does, but for bfloat16 on Hopper or a B200
-            multiply = gathered if chosen.numel() < len(self.w1.weight) else every
+            # an H100 reads every expert once while it gathers as many, of integers, which become floats, twice as many
+            as_many = len(self.w1.weight) * (1 if self.w1.weight.is_floating_point() else 2)
+            multiply = gathered if chosen.numel() < as_many else every
         return multiply(x, chosen, *(list(w.parameters()) for w in (self.w1, self.w3, self.w2)))
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from kernels.int_linear import IntLinear, recast, swap, unpack
 
 FEW = 16  # rows of x, at most, that int8_rows.py multiplies
-MANY = 256  # rows of x for which int4 becomes floats: an H100 takes 4 ms a layer of the 8b, for 16 rows 0.26 ms
+MANY = 256  # rows of x: for a layer of the 8b, an H100 makes int4 floats in 4 ms; PyTorch's kernel: 0.26 for 16 rows
 
 
 class Int8CudaLinear(IntLinear):

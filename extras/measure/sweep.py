@@ -5,7 +5,7 @@ python -m extras.measure.sweep --simulate-tp 8 --model 8b --link nvlink pcie --j
 python -m extras.measure.sweep --wiring standard ladder upper-bound --show sweep.jsonl --plot sweep.png
 
 By default all wirings of a small random model, which share one set of weights. A line of the result is a wiring at a
-batch size over a link: the step (median, quartiles), the same without all-reduces, one all-reduce, the limit.
+batch size over a link: the step, also without all-reduces, one all-reduce, and the limit, which exposed.py explains.
 """
 
 import itertools
@@ -55,6 +55,8 @@ def parse(argv):
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
     for wiring in args.wiring:
         rewired(args.config, wiring)  # raises InputError
+    if args.profile and Path(args.profile).is_file():
+        raise InputError(f"--profile {args.profile} is a file: give a folder")
     return args
 
 
