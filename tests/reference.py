@@ -195,15 +195,14 @@ class Reference:
         return x
 
     def logits(self, tokens):
-        """(S, V) for one sequence of token ids, from rank 0's final stream."""
         return self.all_logits(tokens)[0]
 
     def all_logits(self, tokens):
-        """The same from each rank's final stream."""
+        """[(S, V) from each rank's final stream] for one sequence of token ids."""
         head, cap = self.w["tok_embeddings.weight" if self.c.tie_embeddings else "output.weight"], self.c.logit_cap
         x0 = self.w["tok_embeddings.weight"][np.asarray(tokens)] * (self.c.embedding_scale or 1)
-        logits = [self.norm(x, "norm") @ head.T for x in self.stream(x0)]
-        return [cap * np.tanh(own / cap) if cap else own for own in logits]
+        every = (self.norm(x, "norm") @ head.T for x in self.stream(x0))
+        return [cap * np.tanh(logits / cap) if cap else logits for logits in every]
 
 
 class MixtureReference(Reference):

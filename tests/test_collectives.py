@@ -204,7 +204,7 @@ JOIN = "from runtime import launch\n{}\nw = launch.join('cpu', {{'comm': '{}'}})
 
 
 @pytest.mark.parametrize("comm, local, before, compiler, name, line", [
-    ("auto", 1, "", "c++", "0", ""),
+    pytest.param("auto", 1, "", "c++", "0", "", marks=pytest.mark.slow),
     ("shared-memory", 2, "", "c++", "shared-memory-0", ""),
     ("auto", 2, "", "no-such-compiler", "0", "gloo carries .*: memory shared by ranks needs a C.. compiler: install"),
     ("auto", 2, NO_EXTRAS, "c++", "0", "gloo carries .*: --comm shared-memory needs the folder extras/collectives"),

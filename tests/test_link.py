@@ -125,10 +125,9 @@ def on_and_off(world, compile, cases):
     return answers
 
 
-COMPILED = pytest.param(2, [{"wiring": "ladder"}], marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("tp_size, cases", [(2, WIRED), (3, WIRED), (4, WIRED), COMPILED])
+@pytest.mark.parametrize("tp_size, cases", [
+    (2, WIRED), (3, WIRED), (4, WIRED), pytest.param(2, [{"wiring": "ladder"}], marks=pytest.mark.slow)
+])  # fmt: skip
 def test_an_emulated_link_changes_no_number(tp_size, cases):
     for answers in run_ranks(tp_size, on_and_off, cases is not WIRED, cases):
         assert len(answers) == len(cases)
