@@ -29,7 +29,7 @@ from tp import TensorParallel, load_shard
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
-    load = load_shard  # an ordinary shard, one lane a rank
+    load = load_shard  # one lane a rank; else several, or a Laneformer's
     if config.named_wiring.model or (config.lanes and world.shares != (1,) * config.lanes):
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
@@ -83,7 +83,8 @@ class Generation:
     @torch.inference_mode()
     def __iter__(self):
         runner, draft = self.runner, self.draft
-        step = runner.plain_step()  # Runner.next_tokens, on a GPU started one step early
+        # step(sequences, sample) runs the model on the last token of each row, then the sampler: Runner.next_tokens
+        step = runner.plain_step()  # on a GPU it starts the next one before this one's ids are read
         place.at("prefill")
         start = time.perf_counter()
         if draft:
@@ -164,7 +165,10 @@ def add_flags(p):
 
 
 class Run:
-    """What the flags ask for: all that they name is checked here, before a rank loads. Raises InputError."""
+    """What the flags ask for: all that they name is checked here, before a rank loads. Raises InputError.
+
+    world.together(): an InputError of one rank is raised on all. world.agree(): all ranks were given the same.
+    """
 
     def __init__(self, args, world):
         self.args, self.world = args, world
@@ -223,7 +227,7 @@ def main(argv=None):
         return load_extra("chat", "--chat without a prompt").chat_on_terminal(run, Generation)
     printer = cli.Printer(world.rank, run.prompts, run.tokenizer, run.max_new_tokens, show_prompt=args.chat is None)
     generation = Generation(run.runner, run.prompts, run.max_new_tokens, run.sample, run.config.eos_ids, run.draft)
-    with run.runner.unguarded():
+    with run.runner.unguarded():  # compiled for a CPU: without checks before each step
         for ids in generation:
             printer.push(ids)
     result = report.result(run, generation, printer.finish(generation.rows))

@@ -77,7 +77,7 @@ class SingleDevice:
 
 def interleave(streams):
     """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
-    *_, xs = zip(*streams, strict=True)  # zip advances each to its next yield, in turn
+    *_, xs = zip(*streams, strict=True)  # each round of zip advances every stream to its next yield; xs: of the last
     return xs
 
 
@@ -99,7 +99,7 @@ def residual_stream(x, sublayers, comm, config):
             oldest = in_flight.pop(0)
             x = comm.settle(x, oldest, *in_flight[-1:])
         in_flight.append(comm.start(h(x)))
-        yield  # another chunk's stream may run here
+        yield  # another chunk of the prompt runs here
     while in_flight:
         oldest = in_flight.pop(0)
         x = comm.settle(x, oldest, *in_flight[-1:])
@@ -228,7 +228,7 @@ class Config:
     attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
     score_cap: float | None = None  # scores become cap tanh(score / cap)
     query_scale: float | None = None  # multiplies queries
-    llama4_beta: float | None = None  # and 1 + beta ln(1 + floor(position / original_max_position_embeddings))
+    llama4_beta: float | None = None  # so does 1 + beta ln(1 + floor(position / original_max_position_embeddings))
     sliding_window: int | None = None  # how many positions a token attends to, itself included
     window_layers: tuple[int, ...] = ()  # the layers that have it
     window_rope_theta: float | None = None  # theirs, without rope_scaling; None: as the other layers
@@ -345,12 +345,13 @@ class Attention(nn.Module):
         """
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
-        q, k = qkv[:, :, : -2 : 1 + self.gates], qkv[:, :, -2:-1]  # with gates, 2 G + 2: query, gate, query, ...
+        q, k, v = qkv.tensor_split((-2, -1), dim=2)
+        q, gate = (q[:, :, ::2], q[:, :, 1::2]) if self.gates else (q, None)
         q, k = norms.norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
         if self.rotates:
             rope = metadata.window_rope if self.window else metadata.rope
             q, k = rotate(q, *rope), rotate(k, *rope)
-        k, v = k.squeeze(2), qkv[:, :, -1]  # (B, K, S, H)
+        k, v = k.squeeze(2), v.squeeze(2)  # (B, K, S, H)
         if metadata.query_scale is not None:
             q = (q * metadata.query_scale).type_as(q)
         if cache is not None:
@@ -362,8 +363,8 @@ class Attention(nn.Module):
         else:
             y = self.attend(q, *(cache or (k, v)), mask, metadata.positions)
         y = y.reshape(q.shape)  # (B, K, G, S, H)
-        if self.gates:
-            y = y * qkv[:, :, 1:-2:2].sigmoid()
+        if gate is not None:
+            y = y * gate.sigmoid()
         return self.wo(y.flatten(1, 2).transpose(1, 2).reshape(B, S, -1))
 
     def new_cache(self, batch, length, device, dtype):

@@ -99,7 +99,8 @@ def shard_plan(config, rank, shares):
     if config.whole_qk_norm:
         (start, stop), H = wo[0], config.head_dim
         columns = N // config.n_kv_heads * H  # of wo for a KV head, of which k_norm has H
-        plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // columns * H, -(-stop // columns) * H)])}
+        first, last = start // columns, -(-stop // columns)  # KV heads
+        plan |= {"q_norm": (0, wo), "k_norm": (0, [(first * H, last * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
         plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
@@ -138,7 +139,7 @@ def shard_slices(model, dtype, rank, shares):
             else:
                 columns = model.get_submodule(path).in_features // whole.shape[-1]
         dim += whole.dim() == 3  # (experts, rows, columns)
-        if ranges:  # one that cuts a group of int4 has smaller groups: int_linear.regroup
+        if ranges:  # a cut within a group of int4 makes its groups smaller: int_linear.regroup
             shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
         stored = dtype if whole.is_floating_point() else whole.dtype
         slices[name] = ShardSlice(tuple(shape), stored, dim, ranges, columns)
@@ -179,8 +180,8 @@ def _set_parameter(model, name, tensor):
 
 
 # ---- The collectives -------------------------------------------------------------------------------------------------
-# COLLECTIVES: {name: connect}, ways to sum over ranks. connect(world) returns the process group that sums, which then
-# replaces world.group, the default one; or raises InputError on all ranks alike. Its docstring begins with its help.
+# --comm NAME calls COLLECTIVES[NAME](world) once all ranks have met; world: runtime/launch.py. It returns the process
+# group that sums, or raises InputError on all ranks alike. The first line of its docstring is the help of --comm.
 
 
 def connect_auto(world):
@@ -233,8 +234,8 @@ class TensorParallel:
     def settle(self, x, pending, after=None):
         """Return x + wait(pending), in compiled code not before the all-reduce `after` has started: docs/code.md.
 
-        To the compiler, kernels/ordered.py's operators are opaque: they stay behind `after`, their input, and what
-        reads their result stays behind them.
+        The compiler does not look into the operators of kernels/ordered.py. It runs them after what made their inputs,
+        of which `after` is one, and before what reads their result, the next sublayer.
         """
         if after is None:
             return x + self.wait(pending)

@@ -71,5 +71,5 @@ def choose_layers(parsed, wiring, n):
         raise InputError(f"wiring {text} is {wiring.stale} sublayers late: {n} layers take up to {2 * n}")
     firsts = sorted(chosen)[:: wiring.blocks]
     if sorted(chosen) != [i + j for i in firsts for j in range(wiring.blocks)]:
-        raise InputError(f"wiring {text}: each layer needs a neighbour for a pair, as in pair:4 or pair:2-5")
+        raise InputError(f"wiring {text}: its layers are wired in groups of {wiring.blocks} neighbours, as in pair:2-5")
     return chosen

@@ -73,7 +73,7 @@ CONFIGS = [  # changes and the line
     ({"wiring": "ladder:x"}, "; write ladder, ladder:N, ladder:I,J,..., ladder:I-J or ladder-K"),
     ({"wiring": "standard:3"}, "no such wiring: 'standard:3'; write standard"),
     ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync, desync:N or desync/LANES"),
-    ({"wiring": "pair:0,2"}, "wiring pair:0,2: each layer needs a neighbour for a pair"),
+    ({"wiring": "pair:0,2"}, "wiring pair:0,2: its layers are wired in groups of 2 neighbours"),
     ({"wiring": "pair:2-1"}, "does not fit 3 layers"),
     ({"wiring": "delayed-7"}, "wiring delayed-7 is 7 sublayers late: 3 layers take up to 6"),
     ({"wiring": "ladder/2"}, "no such wiring: 'ladder/2'"),

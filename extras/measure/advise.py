@@ -189,8 +189,9 @@ def advice(configs, times, own, tp_size):
     bounds = [seconds for is_bound, seconds, _ in rows if is_bound] or [(1 - share) * standard]
     text = f"The all-reduces are {100 * share:.0f} % of the standard step: "
     text += f"at most {standard / bounds[0]:.2f} times as fast.\n"
-    text += f"Recommended: {best[1]}, the fastest with a measured loss below {MOST_LOSS:g} %: that of a small model, "
-    text += f"retrained on 20 % of its tokens (benchmarks/{'experts' if own.n_experts else 'quality'}.md)."
+    page, below = "experts" if own.n_experts else "quality", f"the fastest with a measured loss below {MOST_LOSS:g} %"
+    below += f": that of a small model, retrained on 20 % of its tokens (benchmarks/{page}.md)."
+    text += f"Recommended: {best[1]}, {below if own.wiring == 'standard' else 'as it is: no other loss is known.'}"
     head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "measured loss", "needs retraining"]
     return f"{benchmarking.markdown(head, [cells for *_, cells in rows])}\n\n{text}"
 
@@ -235,7 +236,6 @@ def main(argv=None):
     if machine.flops < math.inf:
         rates += f", {machine.flops / 1e12:.0f} TFLOP/s"
     print(f"PREDICTED: {name}, {own.n_layers} layers, {what}\n{machine.name}: {rates} a rank")
-
     by_mlps = {(*config.mlps,): config for config in reversed(configs)}  # farskip alone shards a shared expert apart
     works = {mlps: decode_work(config, dtype, args.tp, args.batch, context) for mlps, config in by_mlps.items()}
     for one in args.link or [one for one in link.LINKS.values() if one.per_byte]:

@@ -49,13 +49,9 @@ PLAN = [  # kind, share of --steps, wirings, seeds
 SUBLAYER, REST, ALL_REDUCE = 1.555e-3, 0.615e-3, 1e-3
 
 
-def digest(name):
-    return hashlib.sha256(name.encode()).digest()
-
-
 def part_of(name):
     """Return the part of a file "python/..." or "torch/...", by its hash: one in 20 is held out, four are retrain."""
-    drawn = digest(name)[0] % 20
+    drawn = hashlib.sha256(name.encode()).digest()[0] % 20
     if drawn == 0:
         return "test" if name.startswith("torch/") else "valid"
     return "retrain" if drawn < 5 else "train"
@@ -69,7 +65,7 @@ def write_corpus(folder):
             name = path.relative_to(root).as_posix()
             text = path.read_bytes().decode(errors="ignore").strip()  # some test other encodings
             if text and "site-packages/" not in name:
-                texts[part_of(f"{source}/{name}")].append((digest(f"{source}/{name}"), text))
+                texts[part_of(f"{source}/{name}")].append((hashlib.sha256(f"{source}/{name}".encode()).digest(), text))
     for part, files in texts.items():
         if not (path := folder / f"{part}.txt").exists():
             with writing.new_file(path) as unfinished:
