@@ -165,10 +165,7 @@ def add_flags(p):
 
 
 class Run:
-    """What the flags ask for: all that they name is checked here, before a rank loads. Raises InputError.
-
-    world.together(): an InputError of one rank is raised on all. world.agree(): all ranks were given the same.
-    """
+    """What the flags ask for, checked before a rank loads. world.together() raises an InputError of one rank on all."""
 
     def __init__(self, args, world):
         self.args, self.world = args, world

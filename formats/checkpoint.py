@@ -98,7 +98,7 @@ def read_config(folder):
     if os.path.isfile(folder):
         raise InputError(f"{folder} is a file: give its folder; a llama2.c file is for convert_hf_checkpoint.py first")
     if not os.path.isfile(path):
-        hint = "one of the hub is converted first: convert_hf_checkpoint.py ORG/MODEL --out DIR"
+        hint = f"a hub model is converted first: convert_hf_checkpoint.py {folder} --out DIR"
         raise InputError(f"{folder} is not a checkpoint folder: it has no config.json, or does not exist; {hint}")
     values = read_json(path)
     if "model_type" in values or "architectures" in values:

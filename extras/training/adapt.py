@@ -47,6 +47,8 @@ def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
 class Trainee(Transformer):
     """A Transformer that reads packed windows."""
 
+    token_losses = staticmethod(token_losses)
+
     def forward(self, batch):
         """Return the normed stream (B, S, D), from which self.logits computes logits."""
         x, metadata = self.embed(batch.tokens), attention_metadata(self, batch.positions, mask=batch.mask)
