@@ -58,7 +58,7 @@ def main(argv=None):
     for command in cases(device, os.path.abspath(args.traces)):
         command, left = f"{command} --json {shlex.quote(os.path.abspath(args.json))}", end - time.monotonic()
         print(f"[{left:.0f} s left] python {command}", file=sys.stderr, flush=True)
-        if error := run(command, left) if left > 20 else "no time left":  # seconds that a case takes
+        if error := run(command, left) if left > 20 else "no time left":  # seconds, as any case needs
             print(f"failed: {error}", file=sys.stderr)
             writing.append_line(args.json, {"case": command, "error": error})
 

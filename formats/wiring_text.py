@@ -69,7 +69,7 @@ def choose_layers(parsed, wiring, n):
         raise InputError(f"wiring {text} does not fit {n} layers: {fit}")
     if wiring.stale > 2 * n:
         raise InputError(f"wiring {text} is {wiring.stale} sublayers late: {n} layers take up to {2 * n}")
-    firsts = sorted(chosen)[:: wiring.blocks]
-    if sorted(chosen) != [i + j for i in firsts for j in range(wiring.blocks)]:
-        raise InputError(f"wiring {text}: its layers are wired in groups of {wiring.blocks} neighbours, as in pair:2-5")
+    blocks, firsts = wiring.blocks, sorted(chosen)[:: wiring.blocks]
+    if sorted(chosen) != [i + j for i in firsts for j in range(blocks)]:
+        raise InputError(f"wiring {text}: its layers are wired in groups of {blocks} neighbours, e.g. 0-{blocks - 1}")
     return chosen

@@ -29,7 +29,6 @@ from runtime import cli, launch, writing
 from runtime.benchmarking import environment, markdown
 from runtime.cli import number
 from runtime.errors import InputError
-from runtime.launch import World
 
 ROOTS = {"python": Path(sysconfig.get_path("stdlib")), "torch": Path(torch.__file__).parent}
 DEMO = Path(__file__).parents[2] / "demo"
@@ -49,9 +48,13 @@ PLAN = [  # kind, share of --steps, wirings, seeds
 SUBLAYER, REST, ALL_REDUCE = 1.555e-3, 0.615e-3, 1e-3
 
 
+def digest(name):
+    return hashlib.sha256(name.encode()).digest()
+
+
 def part_of(name):
     """Return the part of a file "python/..." or "torch/...", by its hash: one in 20 is held out, four are retrain."""
-    drawn = hashlib.sha256(name.encode()).digest()[0] % 20
+    drawn = digest(name)[0] % 20
     if drawn == 0:
         return "test" if name.startswith("torch/") else "valid"
     return "retrain" if drawn < 5 else "train"
@@ -62,10 +65,10 @@ def write_corpus(folder):
     texts = defaultdict(list)
     for source, root in ROOTS.items():
         for path in root.rglob("*.py"):
-            name = path.relative_to(root).as_posix()
+            name = f"{source}/{path.relative_to(root).as_posix()}"
             text = path.read_bytes().decode(errors="ignore").strip()  # some test other encodings
             if text and "site-packages/" not in name:
-                texts[part_of(f"{source}/{name}")].append((hashlib.sha256(f"{source}/{name}".encode()).digest(), text))
+                texts[part_of(name)].append((digest(name), text))
     for part, files in texts.items():
         if not (path := folder / f"{part}.txt").exists():
             with writing.new_file(path) as unfinished:
@@ -93,8 +96,7 @@ def train(kind, wiring, steps, seed, source, out):
     """
     retrained = kind == "retrained"
     lr = 4e-3 if not retrained else 1e-4 if wiring == "standard" else 1e-3
-    how = [] if retrained else ["--fresh"]
-    how += f"--wiring {wiring} --steps {steps} --seed {seed} --lr {lr:g}".split()
+    how = ["--fresh"] * (not retrained) + f"--wiring {wiring} --steps {steps} --seed {seed} --lr {lr:g}".split()
     how += ["--eval-every", steps if retrained else steps // 10, *TRAINING.split()]
     text = "--text", out.with_name("retrain.txt" if retrained else "train.txt"), "--valid", out.with_name("valid.txt")
     made = [run_once("adapt.py", out, "--checkpoint", source, *how, *text, "--out", out)]
@@ -104,16 +106,15 @@ def train(kind, wiring, steps, seed, source, out):
         made.append(run_once("eval.py", target, *words))
         return results.read(target, "nats_per_token")[-1]["nats_per_token"]
 
-    nats, before = score(Path(f"{out}.jsonl"), "--checkpoint", out), None
-    if retrained:
-        before = score(Path(f"{out}-before.jsonl"), "--checkpoint", source, "--wiring", wiring)
+    nats = score(Path(f"{out}.jsonl"), "--checkpoint", out)
+    before = score(Path(f"{out}-before.jsonl"), "--checkpoint", source, "--wiring", wiring) if retrained else None
     log = results.read(out / "log.jsonl", "tokens")
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
     return {
         "run": out.name, "kind": kind, "wiring": wiring, "seed": seed, "lr": lr, "steps": steps,
         "valid": min(loss for _, loss in curve), "curve": curve, "nats": nats, "before": before,
         "tokens": log[-1]["tokens"], "tokens_per_s": statistics.median(line["tokens_per_s"] for line in log[2:]),
-        **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(made),
+        **environment(launch.World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(made),
     }  # fmt: skip
 
 
