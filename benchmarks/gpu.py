@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-from extras.measure.link import LINKS
 from runtime import cli, launch, writing
 from runtime.cli import number
 from runtime.errors import InputError
@@ -23,7 +22,7 @@ from runtime.errors import InputError
 def cases(device, traces):
     """Return the commands of all cases. Compiling takes most of the time, longest for a single row: it is tuned."""
     whole, some, shards, batches = "8b", "8b:4", ["30b-a3b:2", "8b:4", "70b:4"], "1 16"
-    small, links, how = "", " ".join(name for name in LINKS if name != "free"), "--seconds 20 --prompt-length 1024"
+    small, links, how = "", "nvlink roce ib pcie pcie-host ethernet-100g", "--seconds 10 --prompt-length 1024"
     if device == "cpu":
         whole, some, shards, batches = "1b:1", "1b:1", ["1b:2"], "1 2"
         small, links, how = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager", "pcie", "--seconds 1 --eager"

@@ -59,7 +59,8 @@ def attention_metadata(model, positions, keys=None, max_length=None, last=None, 
 
     def rope(row, factor=1.0):
         angles = (positions[..., None] * model.rope_frequencies[row])[:, None, None]
-        return angles.cos() * factor, angles.sin() * factor
+        # as_strided has the compiler store them: without it each head of each layer would compute its own
+        return tuple(y.as_strided(y.shape, y.stride()) for y in (angles.cos() * factor, angles.sin() * factor))
 
     # beyond its original context, longrope uses its long factors for all keys
     is_long = "long_factor" in scaling and (max_length or positions.shape[1]) > scaling[ORIGINAL]

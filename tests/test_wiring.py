@@ -134,7 +134,7 @@ def test_order_of_the_plain_loop(wiring, n_layers, chunks, order):
     assert eager_order(dataclasses.replace(BASE, n_layers=n_layers, wiring=wiring), chunks) == order
 
 
-def generated_code(config, world, batch, length, dtype, chunks):
+def generated_code(config, world, batch, length, dtype):
     """Inductor's code for decode or prefill, with a wrapper in Python, which is neither compiled nor run."""
     import torch._inductor.config
     from torch._inductor.utils import get_code
@@ -143,14 +143,13 @@ def generated_code(config, world, batch, length, dtype, chunks):
     net = shard(config, world, dtype)
     with mock.patch.dict(compiling.CPU_OPTIONS, cpp_wrapper=False):
         runner = Runner(net, None, compile=True, compile_prefill=True)
-    tokens, step = torch.randint(config.vocab_size, (batch, length)), runner.prefill_model
-    kwargs = {"cache": net.new_cache(batch, 16), "chunks": chunks}
+    step, kwargs = runner.prefill_model, {"cache": net.new_cache(batch, 16)}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
         step = runner.decode_model
     uncached = torch._inductor.config.patch(force_disable_caches=True)  # what is cached is not generated
     with torch.no_grad(), uncached:
-        return "\n".join(get_code(step, tokens, **kwargs))
+        return "\n".join(get_code(step, torch.randint(config.vocab_size, (batch, length)), **kwargs))
 
 
 MATMUL = r"extern_kernels\.(mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.few_rows\.default\("
@@ -178,12 +177,16 @@ def squeeze(events):
     return re.sub(r"\bc( c)+\b", "c", " ".join(events))
 
 
-def check_compiled_order(changes, world, length=1, dtype=torch.float32, chunks=1):
+def check_compiled_order(changes, world, length=1, dtype=torch.float32):
     """Each ladder sum is waited for behind the next sublayer's matmuls and the start of its all-reduce, not before."""
     n_layers = 3 if ":" in changes["wiring"] else 2  # seams on both sides
     n_layers = 4 if parse_wiring(changes["wiring"]).stale else n_layers  # else no wait could come too early
     config = dataclasses.replace(BASE, head_dim=64, n_layers=n_layers, **changes)
-    events, order = calls(generated_code(config, world, 2, length, dtype, chunks)), eager_order(config, chunks).split()
+    code = generated_code(config, world, 2, length, dtype)
+    events, order = calls(code), eager_order(config).split()
+    kernels = re.findall(r"(\w+) = async_compile.*?\'\'\'(.*?)\'\'\'", code, re.DOTALL)
+    calls_of_cos = sum(code.count(f"  {name}(") for name, source in kernels if "cos(" in source)
+    assert 0 < calls_of_cos <= 1 + bool(config.window_rope_theta)  # not one a layer
     assert events.count("c") > len(order) / 3
     assert squeeze(events) == squeeze([*order, "c"])  # and the output head
 
