@@ -21,7 +21,7 @@ from decoding.runner import Runner, make_cache, pad
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from runtime import cli, launch, place, report
+from runtime import cli, launch, place, report  # place: what a rank is doing, to say where one hangs or fails
 from runtime.cli import count, number
 from runtime.errors import InputError, find_extra, load_extra
 from tp import TensorParallel, load_shard
@@ -29,7 +29,7 @@ from tp import TensorParallel, load_shard
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
-    load = load_shard  # one lane a rank; else several, or a Laneformer's
+    load = load_shard  # else a Laneformer, or several lanes on a rank, as of spd/8 on 2 ranks
     if config.named_wiring.model or (config.lanes and world.shares != (1,) * config.lanes):
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
@@ -43,7 +43,7 @@ def load_model(config, folder, dtype, world):
             weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder and weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    place.at("preparation", timed=False)  # the load was timed: another rank may hang in it
+    place.at("preparation", timed=False)  # no progress here is no hang: other ranks may still load
     if config.quant:
         from kernels import int_linear
 
@@ -61,8 +61,8 @@ def load_model(config, folder, dtype, world):
 class Generation:
     """Continues every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
-    Iterate over it, once: each pass yields a list with the new ids of each row, empty for a row that is done. Whoever
-    iterates may stop early, and may take time.
+    Iterate over it, once: each pass yields a list with the new ids of each row, empty for a row that is done. The
+    caller may stop early, and what it does between passes is not timed.
 
     runner: its cache has slots for the longest prompt and max_new_tokens.
     prompts: non-empty lists of token ids, of any lengths. sample: a Sampler or, without a draft, a function like its
@@ -78,13 +78,13 @@ class Generation:
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
         self.passes = 0  # of decode
-        self.prefill_s = self.decode_s = 0.0  # seconds to the first token; of later passes, without the caller's
+        self.prefill_s = self.decode_s = 0.0  # seconds: to the first token; in all later passes
 
     @torch.inference_mode()
     def __iter__(self):
         runner, draft = self.runner, self.draft
         # step(sequences, sample) runs the model on the last token of each row, then the sampler: Runner.next_tokens
-        step = runner.plain_step()  # on a GPU it starts the next one before this one's ids are read
+        step = runner.plain_step()  # on a GPU it also queues the next step before it waits for its own ids
         place.at("prefill")
         start = time.perf_counter()
         if draft:
@@ -107,24 +107,24 @@ class Generation:
 
     def take(self, new):
         """Add the ids that a pass gave each row to its sequence, up to its end; return them without end-of-sequence."""
-        before = [len(row) for row in self.rows]
+        taken = [[] for _ in new]
         for row, ids in enumerate(new):
-            sequence = self.sequences[row]
             for i in ids:
                 if self.finish_reasons[row]:
                     break
-                if i == -1:  # from the sampler
+                if i == -1:  # the sampler's mark
                     where = f"row {row} in step {len(self.rows[row])}"
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
-                sequence.append(i)
+                self.sequences[row].append(i)
                 if i in self.eos_ids:
                     self.finish_reasons[row] = "stop"
                 else:
                     self.rows[row].append(i)
-                    if len(sequence) >= self.ends[row]:
+                    taken[row].append(i)
+                    if len(self.sequences[row]) >= self.ends[row]:
                         self.finish_reasons[row] = "length"
         place.at("output", timed=False)  # its reader may take a break
-        return [row[n:] for row, n in zip(self.rows, before, strict=True)]
+        return taken
 
     @property
     def new_tokens(self):
@@ -158,14 +158,14 @@ def add_flags(p):
     words = "... among the likeliest of mass P, e.g. 0.95"
     g.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0, metavar="P", help=words)
     g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help="of sampling and prompts")
-    words = "speculative decoding: K (3) proposals at a time of a smaller checkpoint, of the text's own n-grams, or of "
-    words += "these weights in another wiring, e.g. wiring:spd@2"
-    g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K]", help=words)
+    words = "speculative decoding: a smaller checkpoint, the text's own n-grams, or these weights in another wiring "
+    words += "propose K (3) tokens at a time; e.g. wiring:spd@2 is the wiring spd with K = 2"
+    g.add_argument("--draft", metavar="(DIR|ngram|wiring:NAME)[@K]", help=words)
     cli.add_json_flag(g)
 
 
-class Run:
-    """What the flags ask for, checked before a rank loads. world.together() raises an InputError of one rank on all."""
+class Job:
+    """What the flags ask for, checked on all ranks before one loads; after load() also the model, in a Runner."""
 
     def __init__(self, args, world):
         self.args, self.world = args, world
@@ -175,11 +175,11 @@ class Run:
 
                 compiling.prepare(world.device)
             self.sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
-            self.name, own = cli.read_config(args)
-            self.config = config = cli.with_wiring(own, args)
+            self.name, stored = cli.read_config(args)
+            self.config = config = cli.with_wiring(stored, args)
             self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
             if args.checkpoint and world.rank == 0:
-                cli.warn_of_wiring(own, config, world.shares)
+                cli.warn_of_wiring(stored, config, world.shares)
             self.prompts, chats = cli.read_prompts(args, config, self.tokenizer), cli.is_chat(args)
             context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
             self.max_new_tokens = cli.fit(args.max_new_tokens, self.prompts, context)  # as the context allows
@@ -189,9 +189,9 @@ class Run:
                 drafts = load_extra("drafts", f"--draft {args.draft}")
                 self.draft_source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             report.warn_of_memory(world, config, cli.read_dtype(args), len(self.prompts), self.slots)
-        ids, source = zlib.crc32(str(self.prompts).encode()), self.draft_source
-        contents = {"tokens of the prompts": ids, "--draft": source and (source.name, source.count)}
-        world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)  # or raises
+        checksum, draft = zlib.crc32(str(self.prompts).encode()), self.draft_source
+        contents = {"tokens of the prompts": checksum, "--draft": draft and (draft.name, draft.count)}
+        world.agree(contents, checkpoint=args.checkpoint, draft=draft and draft.folder)  # raises where ranks differ
 
     def load(self):
         """Load the model, and compile it if asked for. Raises InputError."""
@@ -218,16 +218,16 @@ def main(argv=None):
     add_flags(parser)
     args = parser.parse_args(argv)
     world = launch.join(args.device, vars(args))
-    run = Run(args, world)
-    run.load()
+    job = Job(args, world)
+    job.load()
     if cli.is_chat(args):
-        return load_extra("chat", "--chat without a prompt").chat_on_terminal(run, Generation)
-    printer = cli.Printer(world.rank, run.prompts, run.tokenizer, run.max_new_tokens, show_prompt=args.chat is None)
-    generation = Generation(run.runner, run.prompts, run.max_new_tokens, run.sample, run.config.eos_ids, run.draft)
-    with run.runner.unguarded():  # compiled for a CPU: without checks before each step
+        return load_extra("chat", "--chat without a prompt").chat_on_terminal(job, Generation)
+    printer = cli.Printer(world.rank, job.prompts, job.tokenizer, job.max_new_tokens, show_prompt=args.chat is None)
+    generation = Generation(job.runner, job.prompts, job.max_new_tokens, job.sample, job.config.eos_ids, job.draft)
+    with job.runner.unguarded():  # on a CPU, skips torch.compile's guards, which take time in each step
         for ids in generation:
             printer.push(ids)
-    result = report.result(run, generation, printer.finish(generation.rows))
+    result = report.result(job, generation, printer.finish(generation.rows))
     world.say(report.summary(result))
     if args.json and world.rank == 0:
         from runtime import benchmarking, writing

@@ -9,7 +9,6 @@ KV head, H head_dim, V vocabulary, v the local part of it.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 
 import torch
@@ -22,14 +21,6 @@ from kernels.positions import attention_metadata, rope_frequencies
 from runtime.errors import load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
-
-VOCAB_BLOCK = 16  # the output head is sharded in blocks of so many token ids
-
-
-def pad_logits(logits, n):
-    """Pad local logits to n, rounded up to whole blocks, with the dtype's minimum, so that padding is never sampled."""
-    missing = -(-n // VOCAB_BLOCK) * VOCAB_BLOCK - logits.shape[-1]
-    return F.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min) if missing else logits
 
 
 class SingleDevice:
@@ -67,6 +58,15 @@ class SingleDevice:
         return logits
 
 
+VOCAB_BLOCK = 16  # token ids: a rank holds whole blocks of the output head (decoding/sampling.py draws among blocks)
+
+
+def pad_logits(logits, n):
+    """Pad local logits to n, rounded up to whole blocks, with the dtype's minimum, so that padding is never sampled."""
+    missing = -(-n // VOCAB_BLOCK) * VOCAB_BLOCK - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min) if missing else logits
+
+
 # ---- The wirings -----------------------------------------------------------------------------------------------------
 #
 # A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. A stream is a generator that
@@ -77,8 +77,8 @@ class SingleDevice:
 
 def interleave(streams):
     """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
-    *_, xs = zip(*streams, strict=True)  # each round of zip advances every stream to its next yield; xs: of the last
-    return xs
+    rounds = list(zip(*streams, strict=True))  # a round advances each to its next yield
+    return rounds[-1]
 
 
 def residual_stream(x, sublayers, comm, config):
@@ -93,25 +93,25 @@ def residual_stream(x, sublayers, comm, config):
     """
     in_flight = []  # sums, oldest first
     for h, stale in sublayers:
-        if 0 < len(in_flight) <= stale:  # nothing to settle yet: pin h behind the last start
+        if in_flight and len(in_flight) <= stale:  # compiled, h still runs after the last start
             x = comm.pin(x, in_flight[-1])
         while len(in_flight) > stale:  # all but the last `stale`, which travel while h computes
             oldest = in_flight.pop(0)
-            x = comm.settle(x, oldest, *in_flight[-1:])
+            x = comm.settle(x, oldest, after=in_flight[-1] if in_flight else None)
         in_flight.append(comm.start(h(x)))
-        yield  # another chunk of the prompt runs here
+        yield  # other parts of the prompt run here
     while in_flight:
         oldest = in_flight.pop(0)
-        x = comm.settle(x, oldest, *in_flight[-1:])
+        x = comm.settle(x, oldest, after=in_flight[-1] if in_flight else None)
     yield x
 
 
 def delayed_stream(x, sublayers, comm, config):
-    """Run a ladder whose sublayers also read this rank's own partials of the sums that are in flight."""
-    own = []  # this rank's partials of these sums
+    """Run a ladder that reads its own rank's partials at once; only those of the other ranks arrive late."""
+    own = []  # this rank's partials of the sums in flight in residual_stream
 
     def with_own(h, stale, x):
-        del own[: max(0, len(own) - stale)]  # x has their sums by now
+        del own[: max(0, len(own) - stale)]  # residual_stream has added their sums to x
         own.append(h(sum(own, start=x)))
         return own[-1]
 
@@ -155,10 +155,10 @@ def attention_into_mlp(x, block, metadata, cache):
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """All that flags, --help, sweeps and tests know of a wiring.
+    """A way to connect sublayers, which Config.wiring names: ladder, ladder-2 (stale 2), ladder:8 (the last 8 layers).
 
-    The function of some wirings depends on the number of ranks. "spd/8" fixes that number at eight lanes, so that
-    1, 2, 4 or 8 ranks compute the same: a lane is what one rank of eight holds, with a stream of its own.
+    What some wirings compute depends on the number of ranks. "spd/8" computes what eight ranks would: the eight shards,
+    called lanes, are dealt to 1, 2, 4 or 8 ranks, and each has a stream of its own.
     """
 
     about: str  # its line of --help
@@ -167,14 +167,14 @@ class Wiring:
     stream: Callable = residual_stream  # runs the sublayers, as described above
     stale: int = 0  # how many of the last sums a sublayer does not wait for; in NAME-K, K
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block
-    parameter: str | None = "layers"  # N in NAME:N: "layers", the last N; "period", every N-th sum; None: no N
+    n_means: str | None = "layers"  # in NAME:N: "layers", the last N; "period", every N-th sum; None: no N
     depends_on_lanes: bool = False  # whether what it computes depends on the number of lanes
     small_loss: bool = False  # whether a few layers of it cost standard weights little (benchmarks/quality.md)
     model: type | None = None  # its own subclass of Transformer, with a check(config); extras/lanes loads it
 
 
 WIRINGS = {
-    "standard": Wiring("the pre-norm Llama block", parameter=None),
+    "standard": Wiring("the pre-norm Llama block", n_means=None),
     "ladder": Wiring("every sublayer reads the stream one sublayer late", stale=1),
     "parallel": Wiring("attention + MLP of one input", (attention_plus_mlp,), norms=("attention_norm",)),
     "parallel-ladder": Wiring("parallel, one block late", (attention_plus_mlp,), stale=1, norms=("attention_norm",)),
@@ -182,9 +182,9 @@ WIRINGS = {
     "pair-ladder": Wiring("pair, one sublayer late", blocks=2, stale=1),
     "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True, small_loss=True),
     "spd-ladder": Wiring("spd, one block late", (attention_into_mlp,), stale=1, depends_on_lanes=True),
-    "delayed": Wiring("a ladder that misses others' partials", stream=delayed_stream, stale=1, depends_on_lanes=True),
-    "desync": Wiring("only every N-th sum (2)", stream=desynced_stream, parameter="period", depends_on_lanes=True),
-    "upper-bound": Wiring("no sums: a bound on speed", stream=desynced_stream, parameter=None, depends_on_lanes=True),
+    "delayed": Wiring("a ladder, but own partials are on time", stream=delayed_stream, stale=1, depends_on_lanes=True),
+    "desync": Wiring("only every N-th sum (2)", stream=desynced_stream, n_means="period", depends_on_lanes=True),
+    "upper-bound": Wiring("no sums: a bound on speed", stream=desynced_stream, n_means=None, depends_on_lanes=True),
 }
 WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the extra whose import adds it to WIRINGS
 
@@ -228,10 +228,10 @@ class Config:
     attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
     score_cap: float | None = None  # scores become cap tanh(score / cap)
     query_scale: float | None = None  # multiplies queries
-    llama4_beta: float | None = None  # so does 1 + beta ln(1 + floor(position / original_max_position_embeddings))
+    llama4_beta: float | None = None  # multiplies them by 1 + beta ln(1 + floor(position / the original context))
     sliding_window: int | None = None  # how many positions a token attends to, itself included
-    window_layers: tuple[int, ...] = ()  # the layers that have it
-    window_rope_theta: float | None = None  # theirs, without rope_scaling; None: as the other layers
+    window_layers: tuple[int, ...] = ()  # layers with the sliding window
+    window_rope_theta: float | None = None  # rope_theta of window_layers, which then ignore rope_scaling
     nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     rotary_dim: int | None = None  # how many dimensions of a head turn, the first ones; None: all
     # norms, MLPs and logits
@@ -274,7 +274,7 @@ class Config:
     @property
     def period(self):
         """n if desync keeps every n-th all-reduce, else None."""
-        return (self.parsed.parameter or 2) if self.named_wiring.parameter == "period" else None
+        return (self.parsed.parameter or 2) if self.named_wiring.n_means == "period" else None
 
     @functools.cached_property
     def layer_wirings(self):
@@ -313,8 +313,8 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. The rows of wqkv come KV head by KV head: its G query heads (with attention_gate, after
-    each its gate), its key, its value.
+    """Grouped-query attention. wqkv is not [all q, all k, all v]: its rows come KV head by KV head, the G query heads
+    (with attention_gate, after each its gate), then the key, then the value.
 
     So a rank's rows are whole groups, or a KV head with some of its query heads (tp.head_ranges): head counts come
     from the shapes.
@@ -344,7 +344,7 @@ class Attention(nn.Module):
         metadata: see kernels/positions.py. cache: None or (k, v), both (B, K, T, H), written to.
         """
         B, S, _ = x.shape
-        qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
+        qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, *, S, H)
         q, k, v = qkv.tensor_split((-2, -1), dim=2)
         q, gate = (q[:, :, ::2], q[:, :, 1::2]) if self.gates else (q, None)
         q, k = norms.norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
@@ -431,8 +431,9 @@ def list_sublayers(config, blocks, metadata=None, cache=None):
     return sublayers
 
 
-def _sum_of(h, blocks, x):
-    return functools.reduce(operator.add, [h(x, *block) for block in blocks])
+def _sum_of(h, blocks, x):  # blocks: [(block, metadata, cache)]
+    first, *others = [h(x, *block) for block in blocks]
+    return sum(others, start=first)
 
 
 def cache_slots(cache):
@@ -482,14 +483,14 @@ class Transformer(nn.Module):
         """
         S, fresh = tokens.shape[1], positions is None
         max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: decoding/runner.py
+        n_keys = 0 if fresh else cache_length - S  # in the cache before the next chunk
         if fresh:
-            positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
+            positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
         last = None if select is None else positions[:, :1] + select[:, None]
-        n_keys = cache_length - S  # before this pass; each chunk adds its own
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
-            is_first = fresh and n_keys == 0  # then there are no keys in the cache before it
+            only_itself = fresh and n_keys == 0  # no keys come before this chunk
             n_keys += chunk.shape[1]
-            keys = None if is_first else torch.arange(n_keys, device=tokens.device)
+            keys = None if only_itself else torch.arange(n_keys, device=tokens.device)
             yield self.stream(self.embed(chunk), attention_metadata(self, at, keys, max_length, last), cache)
 
     def embed(self, tokens):

@@ -33,30 +33,30 @@ def split_range(n, rank, shares, name=None):
 
 
 def head_ranges(config, rank, shares):
-    """Return (ranges of wqkv's rows, ranges of wo's columns) of a rank: a KV head comes with its query heads.
+    """Return ([row ranges of wqkv], [column ranges of wo]) of a rank; the order of the rows: model.Attention.
 
-    With more ranks than KV heads, the ranks that share a KV head each hold a copy of it and a part of its query heads:
-    of 2 KV heads with 4 query heads each, rank 1 of 4 holds query heads 2 and 3, and a copy of KV head 0. On 3 ranks,
-    ranks 0 and 1 share KV head 0, and rank 2 has all of KV head 1, so twice their attention, whatever the shares are.
+    Up to K ranks get whole KV heads with their query heads. Of more, rank r gets a copy of KV head r * K // tp_size,
+    and those with the same one share its query heads out: of 2 KV heads on 3 ranks, ranks 0 and 1 get head 0, a part of
+    its query heads each, and rank 2 gets head 1 with all of them, whatever the shares are.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
     query_rows = H * (1 + config.attention_gate)  # of wqkv for a query head
     group_rows = G * query_rows + 2 * H
     if tp_size <= K:
-        first, last = split_range(K, rank, shares, "KV heads")
-        return [(first * group_rows, last * group_rows)], [(first * G * H, last * G * H)]
+        first, end = split_range(K, rank, shares, "KV heads")
+        return [(first * group_rows, end * group_rows)], [(first * G * H, end * G * H)]
     kv_heads = [r * K // tp_size for r in range(tp_size)]  # of each rank
     kv_head = kv_heads[rank]
     sharers = [r for r in range(tp_size) if kv_heads[r] == kv_head]
-    first, last = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
+    first, end = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
     start, stop = kv_head * group_rows, (kv_head + 1) * group_rows
-    queries = start + first * query_rows, start + last * query_rows
-    return [queries, (stop - 2 * H, stop)], [((kv_head * G + first) * H, (kv_head * G + last) * H)]
+    queries = start + first * query_rows, start + end * query_rows
+    return [queries, (stop - 2 * H, stop)], [((kv_head * G + first) * H, (kv_head * G + end) * H)]
 
 
 def neuron_range(config, neurons, rank, shares):
-    """Return the range of a rank's neurons in each MLP of so many: rows of w1 and w3, columns of w2."""
+    """Return the range of an MLP's neurons that a rank holds: rows of w1 and w3, columns of w2."""
     # Neurons that stay together: 8 of experts, since torch._grouped_mm on a GPU takes rows of a multiple of 16 bytes,
     # and with int4 a group of w2's columns, which has one scale.
     unit = 8 if config.n_experts and neurons % 8 == 0 else 1
@@ -66,7 +66,7 @@ def neuron_range(config, neurons, rank, shares):
         unit = int_linear.column_unit(config, neurons, least_ranks=sum(shares) / min(shares))
     units = neurons // unit
     if len(shares) > units:
-        groups = f" in groups of {unit}" * (unit > 1)
+        groups = f" in groups of {unit}" if unit > 1 else ""
         raise InputError(f"{len(shares)} ranks or lanes cannot shard {neurons} neurons{groups}: use 1 to {units}")
     if config.lanes and unit > 1 and units % config.lanes:
         why = f"{config.lanes} lanes cut groups of int4 at no multiple of {unit} columns of w2"
@@ -94,13 +94,13 @@ def shard_plan(config, rank, shares):
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
     if config.linear_layers:
-        first, last = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
-        plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, last)
+        first, end = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
+        plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, end)
     if config.whole_qk_norm:
         (start, stop), H = wo[0], config.head_dim
-        columns = N // config.n_kv_heads * H  # of wo for a KV head, of which k_norm has H
-        first, last = start // columns, -(-stop // columns)  # KV heads
-        plan |= {"q_norm": (0, wo), "k_norm": (0, [(first * H, last * H)])}
+        size = N // config.n_kv_heads * H  # what q_norm has for the queries of a KV head; k_norm has H
+        first, end = start // size, -(-stop // size)  # KV heads, those that other ranks share too
+        plan |= {"q_norm": (0, wo), "k_norm": (0, [(first * H, end * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
         plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
@@ -113,8 +113,8 @@ class ShardSlice(NamedTuple):
     shape: tuple
     dtype: torch.dtype
     dim: int
-    ranges: list | None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: zeros
-    columns: int  # of the matrix that one stored number covers: 2 for a byte of int4, 64 for the scale of its group
+    ranges: list | None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: none, zeros instead
+    columns: int  # how many of the matrix a stored number covers: 1, or with int4 2 (a byte) or 64 (a group's scale)
 
 
 def shard_slices(model, dtype, rank, shares):
@@ -126,12 +126,11 @@ def shard_slices(model, dtype, rank, shares):
     """
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
-        path, _, tensor = name.rpartition(".")
+        path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
         owner = name if path.endswith(".attention") else path  # a parameter of linear attention itself
-        key = owner.split(".", 3)[-1]  # "layers.3.attention.wo" is "wo" in the plan
-        dim, ranges = plan.get(key, (0, None))
+        dim, ranges = plan.get(owner.split(".", 3)[-1], (0, None))  # "layers.3.attention.wo" is "wo" in the plan
         shape, columns = list(whole.shape), 1
-        if dim == 1:  # row-parallel
+        if dim == 1:  # row-parallel: what has a number for each column, or for several of them, is cut between columns
             if tensor == "bias":  # added to a partial sum: by rank 0 alone
                 dim, ranges = 0, (None if rank == 0 else [])
             elif whole.shape[-1] == 1:  # the scale of a row
@@ -175,17 +174,18 @@ def _set_parameter(model, name, tensor):
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))
-    if isinstance(module, nn.Linear) and attribute == "weight":
+    if isinstance(module, nn.Linear) and attribute == "weight":  # Attention reads them
         module.out_features, module.in_features = tensor.shape
 
 
 # ---- The collectives -------------------------------------------------------------------------------------------------
-# --comm NAME calls COLLECTIVES[NAME](world) once all ranks have met; world: runtime/launch.py. It returns the process
-# group that sums, or raises InputError on all ranks alike. The first line of its docstring is the help of --comm.
+# --comm NAME: once the ranks have met, each calls COLLECTIVES[NAME](world), which returns the process group that
+# TensorParallel sums with, or raises InputError on all ranks alike. An extra adds its own when imported. The first line
+# of the docstring is the help of --comm. world: runtime/launch.py.
 
 
 def connect_auto(world):
-    """On one node shared-memory on CPUs, one-shot on GPUs if it is faster; else library."""
+    """Shared-memory on CPUs of one node, one-shot on GPUs of one if it is faster; else library."""
     on_gpus = world.device.type == "cuda"
     try:
         if on_gpus:
@@ -223,7 +223,7 @@ class TensorParallel:
         self.tp_size = self.lanes = len(shares)  # one lane a rank; for more, extras/lanes wraps this
         self.vocab_size, self.group_name = config.vocab_size, group.group_name
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
-        self.first, self.sizes = ranges[group.rank()][0], [stop - start for start, stop in ranges]
+        self.first_id, self.sizes = ranges[group.rank()][0], [stop - start for start, stop in ranges]
 
     def start(self, partial):
         return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group_name)
@@ -234,8 +234,8 @@ class TensorParallel:
     def settle(self, x, pending, after=None):
         """Return x + wait(pending), in compiled code not before the all-reduce `after` has started: docs/code.md.
 
-        The compiler does not look into the operators of kernels/ordered.py. It runs them after what made their inputs,
-        of which `after` is one, and before what reads their result, the next sublayer.
+        The operators of kernels/ordered.py wait. The compiler does not look into them: they have `after` as an input,
+        which they do not use, and the next sublayer reads their result, so they run between the two.
         """
         if after is None:
             return x + self.wait(pending)
@@ -247,10 +247,10 @@ class TensorParallel:
         return x + pending
 
     def pin(self, x, after):
-        return torch.ops.ladder.settle(x, None, after)  # settles nothing
+        return torch.ops.ladder.settle(x, None, after)  # x itself: there is nothing to add
 
     def local_logits(self, logits):
-        return pad_logits(logits, max(self.sizes)), self.first, self.vocab_size
+        return pad_logits(logits, max(self.sizes)), self.first_id, self.vocab_size
 
     def all_gather(self, x):
         return torch.ops.ladder.gather(x, self.tp_size, self.group_name)

@@ -31,12 +31,12 @@ def parse(text, wirings, in_extras):
     if name not in wirings:
         raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings | in_extras)}")
     wiring, layers = wirings[name], r"\d{1,9}(,\d{1,9})*,?|\d{1,9}-\d{1,9}"
-    form = {None: "", "period": "[1-9][0-9]{0,8}", "layers": layers}[wiring.parameter]
+    form = {None: "", "period": "[1-9][0-9]{0,8}", "layers": layers}[wiring.n_means]
     fits = match and (parameter is None or re.fullmatch(form, parameter))
     wrong_stale = stale and (int(stale) == 0 or not wiring.stale)
     wrong_lanes = lanes and (int(lanes) == 0 or not wiring.depends_on_lanes)
     if not fits or wrong_stale or wrong_lanes:
-        forms = {None: [], "period": [":N"], "layers": [":N", ":I,J,...", ":I-J"]}[wiring.parameter]
+        forms = {None: [], "period": [":N"], "layers": [":N", ":I,J,...", ":I-J"]}[wiring.n_means]
         forms = ["", *forms, *["-K"] * bool(wiring.stale), *["/LANES"] * wiring.depends_on_lanes]
         known = ", ".join(name + form for form in forms)
         raise InputError(f"no such wiring: {text!r}; write {' or '.join(known.rsplit(', ', 1))}")
@@ -62,7 +62,7 @@ def choose_layers(parsed, wiring, n):
     """Return the layers, of n, that a Parsed wires so. wiring: its model.Wiring. Raises InputError."""
     parameter, text = parsed.parameter, wiring_name(*parsed)
     chosen = parameter if isinstance(parameter, tuple) else range(n % wiring.blocks, n)
-    if isinstance(parameter, int) and wiring.parameter == "layers":
+    if isinstance(parameter, int) and wiring.n_means == "layers":
         chosen = range(max(-1, n - parameter), n)  # -1: too many, refused below
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(n)):
         fit = f"NAME:N takes 1 to {n}, NAME:I,J and NAME:I-J distinct layers from 0 to {n - 1}"

@@ -1,9 +1,12 @@
-"""How a process ends: its exit code, and the line that says why."""
+"""How a process ends: the signals that end it, its exit code, and the line that says why."""
 
 import contextlib
+import ctypes
 import errno
+import functools
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -11,10 +14,48 @@ import traceback
 import torch
 
 from formats.checkpoint import first_line
-from runtime import launch, place, signals
+from runtime import launch, place
 from runtime.errors import InputError, Verdict
 
 at_end = []  # functions to call before this process ends, even if its main thread is stuck
+
+
+# ---- Signals: whatever cleans up has its turn, as at Ctrl-C ----------------------------------------------------------
+
+received = None  # the Terminated of a signal that came: a library may swallow the exception that it raised
+_ENDING = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1  # USR1: a batch system's before its limit, or extras/watch's
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal other than Ctrl-C's asks this process to end."""
+
+
+def ignore():
+    """Let nothing interrupt the end of this process: a launcher sends one signal after another."""
+    for number in signal.SIGINT, *_ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def terminate(number, frame):
+    """End the main thread: a signal's handler."""
+    global received
+    ignore()
+    received = Terminated(signal.Signals(number).name)
+    raise received
+
+
+def heed():
+    """Let each of these signals raise Terminated in the main thread."""
+    for number in _ENDING:
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
+            signal.signal(number, terminate)
+            # a library's pool ends its workers with SIGTERM
+            os.register_at_fork(after_in_child=functools.partial(signal.signal, number, signal.SIG_DFL))
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: torchrun's death
+
+
+# ---- The exit --------------------------------------------------------------------------------------------------------
 
 
 def printable(text):
@@ -42,7 +83,7 @@ def leave(error):
         (isinstance(error, SystemExit), getattr(error, "code", 0) or 0, ""),
         (isinstance(error, InputError), 2, f"{script}: {printable(str(error))}"),
         (isinstance(error, Verdict), 1, f"\n{script}: {error}"),  # a progress bar may stand in the line before
-        (isinstance(error, signals.Terminated), 143, f"{who} was stopped by {error}{where}"),
+        (isinstance(error, Terminated), 143, f"{who} was stopped by {error}{where}"),
         (isinstance(error, KeyboardInterrupt), 130, str(error) or "interrupted"),
         (isinstance(error, BrokenPipeError), 1, ""),  # whoever read our output has gone
         (full, 1, f"{script}: the output cannot be written: {what}"),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import tp
 from formats.checkpoint import first_line
-from runtime import place, signals
+from runtime import place
 from runtime.errors import InputError
 
 watch = None  # the Watch of extras/watch, if this process has one
@@ -114,7 +114,7 @@ def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
     from runtime import ending  # before anything fails
 
-    signals.heed()
+    ending.heed()
     error = None
     try:
         try:
@@ -128,11 +128,11 @@ def run(main):
             if dist.is_initialized():
                 dist.barrier()
         finally:
-            signals.ignore()
+            ending.ignore()
     except BaseException as e:
         error = e
     if isinstance(error, Exception):  # which a library may have raised for the one of a signal
-        error = signals.received or error
+        error = ending.received or error
     if watch:
         error = watch.explain(error)
     with contextlib.suppress(OSError):

@@ -97,13 +97,13 @@ def peak_bytes(device):
     return _kilobytes("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def result(run, done, texts):
-    """Return the results as a dict, of a generate.Run and its Generation, which is `done`.
+def result(job, done, texts):
+    """Return the results as a dict, of a generate.Job and its Generation, which is `done`.
 
     Every rank calls it: it gathers.
     """
-    runner, draft, source, config, world = run.runner, run.draft, run.draft_source, run.config, run.world
-    longest, rows, passes = max(map(len, run.prompts)), len(run.prompts), done.passes
+    runner, draft, source, config, world = job.runner, job.draft, job.draft_source, job.config, job.world
+    longest, rows, passes = max(map(len, job.prompts)), len(job.prompts), done.passes
     slots = longest + done.new_tokens / 2  # filled in the mean pass
     drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass
     read = step_bytes(runner.model, runner.cache, slots, drafted)
@@ -113,12 +113,12 @@ def result(run, done, texts):
     later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     return {
-        "model": run.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
+        "model": job.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
         "dtype": dtype_name(runner.model.dtype), "device": world.device.type,
-        "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else run.args.comm,
+        "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else job.args.comm,
         "tp": world.tp_size, "shares": world.shares,
         "batch": rows, "prompt_tokens": longest, "new_tokens": done.new_tokens, "passes": passes,
-        "load_s": run.load_s, "compile_s": run.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
+        "load_s": job.load_s, "compile_s": job.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
         "step_bytes": int(read), "bytes_s": tpot and read * passes / done.decode_s,
         "peak_bytes": world.gather(peak_bytes(world.device)),

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from helpers import HANGS, ROOT
 
 from runtime import compiling, ending, place, ranks
+from runtime.ending import Terminated
 from runtime.errors import InputError, Verdict
-from runtime.signals import Terminated
 
 
 @pytest.fixture(autouse=True)

@@ -250,7 +250,7 @@ def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words
 
 
 def test_a_new_line_is_a_new_model_in_the_flags_and_the_files(monkeypatch, tmp_path, capsys):
-    new = Wiring("both", (model.attention_plus_mlp,), stale=1, norms=("attention_norm",), parameter=None)
+    new = Wiring("both", (model.attention_plus_mlp,), stale=1, norms=("attention_norm",), n_means=None)
     monkeypatch.setitem(WIRINGS, "own-wiring", new)
     config = dataclasses.replace(BASE, wiring="own-wiring")
     assert helpers.variants("own-wiring") == [{"wiring": "own-wiring"}]

@@ -37,13 +37,13 @@ def is_stopped(passes, world):
     return bool(stopped)
 
 
-def chat_on_terminal(run, Generation):
+def chat_on_terminal(job, Generation):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
-    run: a generate.Run that has loaded. Generation: the class of generate.py.
+    job: a generate.Job that has loaded. Generation: the class of generate.py.
     """
-    world, tokenizer, context = run.world, run.tokenizer, min(CHAT_CONTEXT, run.config.max_seq_len)
-    beginning = run.args.chat  # perhaps a system message
+    world, tokenizer, context = job.world, job.tokenizer, min(CHAT_CONTEXT, job.config.max_seq_len)
+    beginning = job.args.chat  # perhaps a system message
     messages, ids, cached = beginning, [], []  # cached: the tokens that are in the cache
 
     def extended(messages, ids, line):
@@ -72,11 +72,11 @@ def chat_on_terminal(run, Generation):
         if len(ids) >= context:
             world.say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
             messages, ids = anew
-        new = fit(run.args.max_new_tokens, [ids], context)
+        new = fit(job.args.max_new_tokens, [ids], context)
         printer = Printer(world.rank, [ids], tokenizer, new, show_prompt=False)
         known = len(os.path.commonprefix([cached, ids[:-1]]))
-        ends = run.config.eos_ids
-        answer = Generation(run.runner, [ids], new, run.sample, ends, run.draft, cached_tokens=known)
+        ends = job.config.eos_ids
+        answer = Generation(job.runner, [ids], new, job.sample, ends, job.draft, cached_tokens=known)
         for passes, fresh in enumerate(answer, start=1):
             printer.push(fresh)
             if is_stopped(passes, world):
@@ -84,7 +84,7 @@ def chat_on_terminal(run, Generation):
         [row] = answer.rows
         printer.finish([row])
         if answer.finish_reasons == ["length"]:
-            limit = "--max-new-tokens" if new == run.args.max_new_tokens else "the end of the context"
+            limit = "--max-new-tokens" if new == job.args.max_new_tokens else "the end of the context"
             world.say(f"(cut at {limit})")
         ids = ids + row
         cached = ids[:-1]

@@ -96,7 +96,7 @@ class Laneformer(Transformer):
 
 
 WIRINGS["laneformer"] = Wiring(
-    "Kog's Laneformer", stream=laneformer_stream, stale=4, parameter=None, depends_on_lanes=True, model=Laneformer
+    "Kog's Laneformer", stream=laneformer_stream, stale=4, n_means=None, depends_on_lanes=True, model=Laneformer
 )
 SIZES["laneformer-2b"] = Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
     15, 32, 16, 96, 3072, 12288, 32000, 4096, wiring="laneformer-4/8",

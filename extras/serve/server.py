@@ -28,7 +28,7 @@ import generate
 from extras.serve.protocol import Text, check, logprobs_of, parse
 from extras.serve.rows import Rows
 from formats import checkpoint
-from runtime import cli, ending, launch, place, signals
+from runtime import cli, ending, launch, place
 from runtime.errors import InputError
 
 MAX_BODY = 2**22
@@ -112,10 +112,10 @@ class Front:
 
     deadline = None  # until when what runs may end, after SIGTERM
 
-    def __init__(self, args, run, listener):
-        self.model, self.tokenizer = run.name, run.tokenizer
+    def __init__(self, args, job, listener):
+        self.model, self.tokenizer = job.name, job.tokenizer
         self.api_key, self.max_open = args.api_key or os.environ.get("LADDER_API_KEY"), args.rows + args.queue
-        self.limits = run.config.vocab_size, run.max_new_tokens + 1, self.max_open
+        self.limits = job.config.vocab_size, job.max_new_tokens + 1, self.max_open
         address = listener.getsockname()[0]
         local = address == "::1" or address.startswith("127.")
         self.hosts = {"localhost", address, args.host} if local and not self.api_key else None
@@ -275,25 +275,25 @@ def main(argv=None):
     generate.add_flags(p)
     batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {args.context - 1} --checkpoint".split()
     batch = vars(p.parse_args([*batch, args.checkpoint])) | vars(args)
-    run = generate.Run(argparse.Namespace(**batch), world)  # as for such a batch
-    if run.tokenizer is None:
+    job = generate.Job(argparse.Namespace(**batch), world)  # as for such a batch
+    if job.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
-    run.load()
-    rows, front = Rows(run.runner, run.config.eos_ids), None
+    job.load()
+    rows, front = Rows(job.runner, job.config.eos_ids), None
     if args.compile and args.rows > 1 and world.device.type == "cpu":
         from runtime import compiling
 
-        compiling.warm_up(rows[0].runner, [[0]], run.max_new_tokens, rows.greedy)
+        compiling.warm_up(rows[0].runner, [[0]], job.max_new_tokens, rows.greedy)
 
     def drain(number, frame):
-        signal.signal(signal.SIGTERM, signals.terminate)  # a second one ends at once
+        signal.signal(signal.SIGTERM, ending.terminate)  # a second one ends at once
         if front:
             front.deadline = time.monotonic() + DRAIN
 
     signal.signal(signal.SIGTERM, drain)
     if world.rank == 0:
         sys.setswitchinterval(5e-5)  # seconds: a pass must not wait for the thread that sends the token before
-        front = Front(args, run, listener)
+        front = Front(args, job, listener)
         world.say("listening at http://{}:{}".format(*listener.getsockname()))
-    with run.runner.unguarded():
+    with job.runner.unguarded():
         serve(world, rows, front)

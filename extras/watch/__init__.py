@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from runtime import ending, place, ranks
+from runtime.ending import Terminated
 from runtime.errors import InputError, StoreLost, Verdict
-from runtime.signals import Terminated
 
 TICK = 1  # seconds
 GRACE = 3  # seconds that the main thread has to end by itself
