@@ -22,8 +22,7 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
-from decoding.runner import Runner, make_cache
-from decoding.sampling import Sampler
+from decoding.runner import Runner, Sampler, make_cache
 from formats import checkpoint
 from model import rewired
 from runtime import benchmarking, cli, launch, place, report, writing
@@ -41,7 +40,7 @@ def load_models(config, wirings, args, world):
     """Return {wiring: model}. All share one set of weights, except for those that shard others."""
     configs, models, loaded = [rewired(config, wiring) for wiring in wirings], {}, {}
     for one in sorted(configs, key=lambda c: len({norm for w in c.layer_wirings for norm in w.norms}), reverse=True):
-        key = one.wiring if one.lanes or one.named_wiring.model else (*one.mlps,)  # what the ranks share out
+        key = one.wiring if one.fixed_lanes or one.named_wiring.model else (*one.mlps,)  # what the ranks share out
         if key in loaded:  # before it, with all norms that others need
             models[one.wiring] = copy.copy(loaded[key])
             models[one.wiring].config = one
@@ -56,7 +55,7 @@ def make_cells(models, args, world):
     random = torch.Generator().manual_seed(0)
     for (wiring, model), batch in itertools.product(models.items(), args.batch):
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt_length), generator=random).tolist()
-        key = model.config.lanes, batch
+        key = model.config.fixed_lanes, batch
         caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + args.new_tokens)
         cells[wiring, batch] = Runner(model, caches[key], not args.eager), prompts
     if args.eager:

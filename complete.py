@@ -2,8 +2,7 @@
 
 import functools
 
-from decoding.runner import Runner, make_cache
-from decoding.sampling import Sampler
+from decoding.runner import Runner, Sampler, make_cache
 from formats import checkpoint
 from formats.checkpoint import DTYPES
 from formats.tokenizer import TextStream, load_tokenizer

@@ -90,10 +90,10 @@ def convert(source, config, folder, dtype, shard_bytes):
 
 def check_lanes(config):
     """Raise InputError for a wiring that needs a number of lanes and has none, or more lanes than heads."""
-    if config.named_wiring.depends_on_lanes and config.lanes is None:
+    if config.named_wiring.depends_on_lanes and config.fixed_lanes is None:
         name = config.wiring
         raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
-    tp.shard_plan(config, 0, (1,) * (config.lanes or 1))
+    tp.shard_plan(config, 0, (1,) * (config.fixed_lanes or 1))
 
 
 def main(argv=None):

@@ -17,8 +17,7 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 
 import torch
 
-from decoding.runner import Runner, make_cache, pad
-from decoding.sampling import Sampler
+from decoding.runner import Runner, Sampler, make_cache, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, place, report  # place: what a rank is doing, to say where one hangs or fails
@@ -30,7 +29,7 @@ from tp import TensorParallel, load_shard
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     load = load_shard  # else a Laneformer, or several lanes on a rank, as of spd/8 on 2 ranks
-    if config.named_wiring.model or (config.lanes and world.shares != (1,) * config.lanes):
+    if config.named_wiring.model or (config.fixed_lanes and world.shares != (1,) * config.fixed_lanes):
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
         if folder:
@@ -188,7 +187,8 @@ class Job:
             if args.draft:
                 drafts = load_extra("drafts", f"--draft {args.draft}")
                 self.draft_source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
-            report.warn_of_memory(world, config, cli.read_dtype(args), len(self.prompts), self.slots)
+            dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint and checkpoint.Weights(args.checkpoint))
+            report.warn_of_memory(world, config, dtype, len(self.prompts), self.slots)
         checksum, draft = zlib.crc32(str(self.prompts).encode()), self.draft_source
         contents = {"tokens of the prompts": checksum, "--draft": draft and (draft.name, draft.count)}
         world.agree(contents, checkpoint=args.checkpoint, draft=draft and draft.folder)  # raises where ranks differ

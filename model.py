@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from formats import config_check, wiring_text
+from formats import fields
 from kernels import norms
 from kernels.positions import attention_metadata, rope_frequencies
 from runtime.errors import load_extra
@@ -58,7 +58,7 @@ class SingleDevice:
         return logits
 
 
-VOCAB_BLOCK = 16  # token ids: a rank holds whole blocks of the output head (decoding/sampling.py draws among blocks)
+VOCAB_BLOCK = 16  # token ids: a rank holds whole blocks of the output head, and Sampler draws among blocks
 
 
 def pad_logits(logits, n):
@@ -190,8 +190,8 @@ WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the e
 
 
 def parse_wiring(text):
-    """Return the wiring_text.Parsed of a wiring's text. Raises InputError."""
-    return wiring_text.parse(text, WIRINGS, WIRINGS_IN_EXTRAS)
+    """Return the Parsed (formats/fields.py) of a wiring's text. Raises InputError."""
+    return fields.parse_wiring(text, WIRINGS, WIRINGS_IN_EXTRAS)
 
 
 # ---- The configuration -----------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Config:
     tie_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    wiring: str = "standard"  # see formats/wiring_text.py
+    wiring: str = "standard"  # see formats/fields.py
     # quantization
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns
@@ -239,7 +239,7 @@ class Config:
     input_norms: bool = True  # of what a sublayer reads
     sum_norms: bool = False  # of the sum of a sublayer's partials, before it is added to the stream
     mlp_bias: bool = False
-    activation: str = "silu"  # of the MLP's gate, one of config_check.ACTIVATIONS
+    activation: str = "silu"  # of the MLP's gate, one of fields.ACTIVATIONS
     embedding_scale: float | None = None
     logit_cap: float | None = None
     # extras/experts, a mixture of experts
@@ -257,9 +257,9 @@ class Config:
 
     def __post_init__(self):
         _ = self.layer_wirings  # once, now: the compiler cannot trace how text is parsed
-        config_check.check(self)
+        fields.check(self)
 
-    parsed = functools.cached_property(lambda self: parse_wiring(self.wiring))  # the wiring_text.Parsed of `wiring`
+    parsed = functools.cached_property(lambda self: parse_wiring(self.wiring))  # the Parsed of `wiring`
 
     @functools.cached_property
     def named_wiring(self):
@@ -269,7 +269,7 @@ class Config:
             name = "ladder"  # which it is without a shared expert
         return dataclasses.replace(WIRINGS[name], stale=stale) if stale else WIRINGS[name]
 
-    lanes = property(lambda self: self.parsed.lanes)  # the fixed number of lanes, 8 in "spd/8", or None: one a rank
+    fixed_lanes = property(lambda self: self.parsed.lanes)  # 8 in "spd/8"; None: as many as ranks
 
     @property
     def period(self):
@@ -279,7 +279,7 @@ class Config:
     @functools.cached_property
     def layer_wirings(self):
         """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
-        chosen = wiring_text.choose_layers(self.parsed, self.named_wiring, self.n_layers)
+        chosen = fields.choose_layers(self.parsed, self.named_wiring, self.n_layers)
         return tuple(self.named_wiring if i in chosen else WIRINGS["standard"] for i in range(self.n_layers))
 
     @property
@@ -290,7 +290,7 @@ class Config:
     @property
     def function(self):
         """A key that two configs share if their wirings compute the same: ladder:8 of 8 layers is ladder."""
-        return self.layer_wirings, self.period, self.lanes
+        return self.layer_wirings, self.period, self.fixed_lanes
 
 
 def rewired(config, wiring):
@@ -391,7 +391,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, dim, neurons, bias=False, activation="silu"):
         super().__init__()
-        self.activation = config_check.ACTIVATIONS[activation]
+        self.activation = fields.ACTIVATIONS[activation]
         self.w1 = nn.Linear(dim, neurons, bias)  # gate
         self.w3 = nn.Linear(dim, neurons, bias)  # up
         self.w2 = nn.Linear(neurons, dim, bias)  # down

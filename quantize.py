@@ -108,7 +108,7 @@ def main(argv=None):
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
     new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)
-    shard_plan(new, 0, (1,) * (new.lanes or 1))  # refuses lanes that would cut groups
+    shard_plan(new, 0, (1,) * (new.fixed_lanes or 1))  # refuses lanes that would cut groups
     for name, shape in writing.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
     sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}

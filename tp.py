@@ -68,8 +68,8 @@ def neuron_range(config, neurons, rank, shares):
     if len(shares) > units:
         groups = f" in groups of {unit}" if unit > 1 else ""
         raise InputError(f"{len(shares)} ranks or lanes cannot shard {neurons} neurons{groups}: use 1 to {units}")
-    if config.lanes and unit > 1 and units % config.lanes:
-        why = f"{config.lanes} lanes cut groups of int4 at no multiple of {unit} columns of w2"
+    if config.fixed_lanes and unit > 1 and units % config.fixed_lanes:
+        why = f"{config.fixed_lanes} lanes cut groups of int4 at no multiple of {unit} columns of w2"
         raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
     start, stop = split_range(units, rank, shares, "parts of the MLP")
     return start * unit, stop * unit
@@ -148,7 +148,7 @@ def shard_slices(model, dtype, rank, shares):
 def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddings=None):
     """Return a rank's Transformer on the device, of the dtype; without collectives.
 
-    weights: anything with shape(name), dtype(name) and fill(target, name, dim, ranges), such as checkpoint.Weights.
+    weights: anything with read(name) and fill(target, name, dim, ranges), such as checkpoint.Weights.
     tok_embeddings: those of another shard in this process, to share. Raises InputError for tensors that are missing, of
     another shape than the config says, or not finite.
     """

@@ -138,12 +138,6 @@ class Weights:
     def names(self):
         return list(self.files)
 
-    def shape(self, name):
-        return tuple(self.read(name).shape)
-
-    def dtype(self, name):
-        return self.read(name).dtype
-
     def read(self, name):
         """Return the tensor, mapped into memory."""
         if name not in self.files:
@@ -180,8 +174,8 @@ def chosen_dtype(name, weights, tensor="norm.weight"):
 
 def check_shape(weights, name, shape):
     """Raise InputError unless the tensor has the config's shape. weights: as tp.load_shard takes them."""
-    if weights.shape(name) != shape:
-        raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(shape)}")
+    if (stored := weights.read(name).shape) != shape:
+        raise InputError(f"tensor {name} is {tuple(stored)}, but the config says {tuple(shape)}")
 
 
 def read_slice(weights, name, piece, device):
@@ -190,7 +184,7 @@ def read_slice(weights, name, piece, device):
     Raises InputError for integers where floats should be, or integers of another type, and for numbers that are not
     finite.
     """
-    stored, dtype = weights.dtype(name), piece.dtype
+    stored, dtype = weights.read(name).dtype, piece.dtype
     if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
     if piece.ranges == []:

@@ -10,7 +10,7 @@ import torch
 from formats import checkpoint
 from formats.checkpoint import MOST_LAYERS, read_json
 from formats.families import FAMILIES, IGNORED, NESTED, ONLY, SHAPE
-from formats.wiring_text import wiring_name
+from formats.fields import wiring_name
 from kernels.rope_scaling import ROPE_KEYS
 from runtime.errors import InputError, load_extra
 

@@ -80,11 +80,8 @@ class RandomWeights:
         self.scale = 0.02 * 12**0.5 / (15 if config.quant == "int4" else 254)  # of evenly distributed integers
         self.generator = torch.Generator(device).manual_seed(seed)
 
-    def shape(self, name):
-        return tuple(self.parameters[name].shape)
-
-    def dtype(self, name):
-        return self.parameters[name].dtype
+    def read(self, name):
+        return self.parameters[name]  # on the device "meta": only its shape and dtype count
 
     def fill(self, target, name, dim=0, ranges=None):
         if target.dim() == 1:

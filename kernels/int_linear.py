@@ -173,7 +173,7 @@ def column_unit(config, width, least_ranks):
     are halved, down to 8 columns, the least that few_rows.cpp takes. Lanes are cut at multiples of 8: at the neurons
     where they are cut without int4.
     """
-    if config.lanes:
+    if config.fixed_lanes:
         return 8
     unit = config.group_size
     if width % 128 == 0 and width >= 8 * 128 * least_ranks and not config.named_wiring.depends_on_lanes:

@@ -99,12 +99,6 @@ def read_config(args):
     return args.model.partition(":")[0], named_size(args.model)
 
 
-def read_dtype(args):
-    """Return the dtype of the weights that the flags ask for."""
-    weights = checkpoint.Weights(args.checkpoint) if args.checkpoint and not args.dtype else None
-    return checkpoint.chosen_dtype(args.dtype, weights)
-
-
 def add_rank_flags(parser, sharded=False, comm=True):
     """Add the flags that launch.join takes. sharded: the ranks share a model out. comm: its sums have several ways."""
     if sharded:
@@ -151,11 +145,11 @@ def is_standard_in_one_lane(w):
 def warn_of_wiring(own, config, shares):
     """Say on stderr when a checkpoint runs in another wiring than its own."""
     if own.function == config.function:
-        if own.named_wiring.depends_on_lanes and own.lanes is None:
+        if own.named_wiring.depends_on_lanes and own.fixed_lanes is None:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
     loss = "another function than these weights were trained for: eval.py measures the loss"
-    one_lane = (config.lanes or len(shares)) == 1
+    one_lane = (config.fixed_lanes or len(shares)) == 1
     if own.wiring == "standard" and one_lane and is_standard_in_one_lane(config.named_wiring):
         loss = "which is the same in one lane"
     print(f"these weights are {own.wiring}'s, and run as {config.wiring.removesuffix(',')}, {loss}", file=sys.stderr)
@@ -256,13 +250,11 @@ class Printer:
 
     def __init__(self, rank, prompts, tokenizer, max_new_tokens, show_prompt=True):
         self.shows, self.prompts, self.tokenizer, self.stream = rank == 0, prompts, tokenizer, None
-        if not self.shows:
-            return
-        if tokenizer is not None and len(prompts) == 1:
+        if self.shows and tokenizer is not None and len(prompts) == 1:
             self.stream = TextStream(tokenizer)
             text = self.stream.push(prompts[0])
             print(text if show_prompt else "", end="", flush=True)
-        else:
+        elif self.shows:
             self.bar = tqdm(total=max_new_tokens, desc="decoding", unit="token", delay=1, disable=None)
 
     def push(self, new):

@@ -10,8 +10,7 @@ import time
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from decoding.runner import pad
-from decoding.sampling import Sampler
+from decoding.runner import Sampler, pad
 from kernels.int_linear import recast, swap
 from model import Attention, cache_slots
 from runtime import cxx, place

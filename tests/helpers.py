@@ -134,12 +134,6 @@ class StateWeights:
     def __init__(self, state):
         self.state = state
 
-    def shape(self, name):
-        return tuple(self.state[name].shape)
-
-    def dtype(self, name):
-        return self.state[name].dtype
-
     def read(self, name):
         return self.state[name]
 

@@ -14,8 +14,7 @@ from helpers import HANGS, ROOT, main_on_ranks, run_ranks
 
 import bench
 import generate
-from decoding.runner import Runner, make_cache
-from decoding.sampling import Sampler
+from decoding.runner import Runner, Sampler, make_cache
 from formats import checkpoint
 from model import rewired
 from runtime import cli, launch

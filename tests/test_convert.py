@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 import convert_hf_checkpoint
 import generate
 import tp
-from decoding.runner import Runner
-from decoding.sampling import Sampler
+from decoding.runner import Runner, Sampler
 from formats import checkpoint, huggingface
 from runtime.errors import InputError
 

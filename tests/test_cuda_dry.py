@@ -11,8 +11,7 @@ from helpers import BASE, check_split_attention, random_model
 import generate as generate_module
 from decoding import run_ahead
 from decoding import runner as runner_module
-from decoding.runner import Runner, make_cache
-from decoding.sampling import Sampler
+from decoding.runner import Runner, Sampler, make_cache
 from generate import generate
 from kernels import cuda_graphs
 from runtime import compiling, cxx, place

@@ -155,7 +155,7 @@ def test_a_draft_has_the_lanes_and_the_norms_of_the_weights():
     laned, parallel = (dataclasses.replace(BASE, wiring=wiring) for wiring in ("spd/4", "parallel"))
     assert read_draft("wiring:delayed-2@2", laned, None, 1).config.wiring == "delayed-2/4"
     assert read_draft("wiring:standard", laned, None, 2).config.wiring == "standard"
-    assert read_draft("wiring:spd/2", BASE, None, 2).config.lanes == 2
+    assert read_draft("wiring:spd/2", BASE, None, 2).config.fixed_lanes == 2
     for name, config, ranks, line in (
         ("desync/2", laned, 2, "in 2 lanes"), ("desync/2", BASE, 4, "in 2 lanes"),
         ("standard", BASE, 2, "standard is the wiring that the model runs in"),

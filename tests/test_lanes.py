@@ -57,7 +57,7 @@ def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares, fit):
 def test_ranks_with_more_lanes_are_not_taken_for_having_come_further(monkeypatch):
     """Nor while they load them: if one hangs then, it is the one to name."""
     config, beats, seen = dataclasses.replace(BASE, wiring="spd/4"), [place.here.beats], []
-    monkeypatch.setattr(StateWeights, "shape", lambda own, name: seen.append(place.here.beats) or own.state[name].shape)
+    monkeypatch.setattr(StateWeights, "read", lambda own, name: seen.append(place.here.beats) or own.state[name])
     for rank in 0, 1:
         load_lanes(config, StateWeights(random_model(config).state_dict()), torch.float32, "cpu", rank, (3, 1))
         beats.append(place.here.beats)

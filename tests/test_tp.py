@@ -159,7 +159,7 @@ def check_ranks(shares, cases, **how):
     ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, **how))
     for config, first, *others in zip(cases, *ranks, strict=True):
         assert all(torch.equal(other, first) for other in others), f"{config}: the ranks disagree"
-        error = (first - expected_logits(config, config.lanes or shares)).abs().max()
+        error = (first - expected_logits(config, config.fixed_lanes or shares)).abs().max()
         assert error < 1e-4, f"{config}: {error}"
         if not config.named_wiring.depends_on_lanes:
             assert torch.allclose(first, rank_logits(None, config), atol=1e-4), config

@@ -15,7 +15,7 @@ import generate
 import model
 from decoding.runner import Runner
 from formats import checkpoint
-from formats.wiring_text import wiring_name
+from formats.fields import wiring_name
 from model import WIRINGS, Wiring, parse_wiring
 from runtime import cli, compiling, writing
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from extras.drafts.speculative import ModelDraft, Ngrams, SmallModel
 from formats import checkpoint
 from formats.compare import check_vocabulary
-from formats.wiring_text import wiring_name
+from formats.fields import wiring_name
 from model import WIRINGS, Config, parse_wiring, rewired
 from runtime.errors import InputError
 
@@ -57,14 +57,14 @@ def wiring_of(config, name, tp_size):
     Without lanes in its config, a checkpoint has as many lanes as there are ranks.
     """
     try:
-        named, lanes = parse_wiring(name.removeprefix("wiring:")), config.lanes or tp_size
+        named, lanes = parse_wiring(name.removeprefix("wiring:")), config.fixed_lanes or tp_size
         if named.lanes is None and WIRINGS[named.name].depends_on_lanes:
-            named = named._replace(lanes=config.lanes)
+            named = named._replace(lanes=config.fixed_lanes)
         draft = rewired(config, wiring_name(*named))
     except InputError as e:
         raise InputError(f"--draft {name}: {e}") from None
-    if (draft.lanes or lanes) != lanes:
-        raise InputError(f"--draft {name} needs the weights in {draft.lanes} lanes, one a rank; here are {lanes}")
+    if (draft.fixed_lanes or lanes) != lanes:
+        raise InputError(f"--draft {name} needs the weights in {draft.fixed_lanes} lanes, one a rank; here are {lanes}")
     if draft.mlps != config.mlps and lanes > 1:
         raise InputError(f"--draft {name} has other shards of the shared expert than {config.wiring}: name another")
     pairs = zip(draft.layer_wirings, config.layer_wirings, strict=True)

@@ -33,9 +33,9 @@ def check(config):
             raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(SETTINGS)} with their values")
     if config.named_wiring.stale % 2:
         raise InputError(f"wiring {config.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
-    if values["lane_head"] == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.lanes or 1)):
+    if values["lane_head"] == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.fixed_lanes or 1)):
         raise InputError(f"vocab_size {config.vocab_size} is no multiple of {VOCAB_BLOCK} for each of its lanes")
-    if values["lane_norms"] and config.lanes is None:
+    if values["lane_norms"] and config.fixed_lanes is None:
         raise InputError(f"lane_norms: each lane has norms of its own, but wiring {config.wiring} names no lanes")
 
 
@@ -81,7 +81,7 @@ class Laneformer(Transformer):
         self.settings = own = settings(config)
         for name, module in self.named_modules() if own["lane_norms"] else ():
             if isinstance(module, nn.RMSNorm) and (name, own["lane_head"]) != ("norm", "sum"):
-                module.weight = nn.Parameter(torch.empty(config.lanes * config.dim))
+                module.weight = nn.Parameter(torch.empty(config.fixed_lanes * config.dim))
 
     def stream(self, x, metadata, cache=None):
         sublayers = list_sublayers(self.config, self.layers, metadata, cache)

@@ -15,7 +15,7 @@ from tp import load_shard, split_range
 
 def lanes_of_rank(config, rank, shares):
     """Return the range of the lanes that a rank holds. Raises InputError if a lane would have to be cut."""
-    lanes = config.lanes or len(shares)
+    lanes = config.fixed_lanes or len(shares)
     if any(lanes * share % sum(shares) for share in shares):
         fit = ", ".join([*(str(n) for n in range(1, lanes + 1) if lanes % n == 0), "alike"])
         raise InputError(f"the {lanes} lanes of wiring {config.wiring} do not fit {len(shares)} ranks: use {fit}")
@@ -24,7 +24,7 @@ def lanes_of_rank(config, rank, shares):
 
 def load_lanes(config, weights, dtype, device, rank=0, shares=(1,)):
     """Return the Lanes of a rank; the arguments and errors are those of tp.load_shard."""
-    models, embeddings, lanes = [], None, (1,) * (config.lanes or len(shares))
+    models, embeddings, lanes = [], None, (1,) * (config.fixed_lanes or len(shares))
     start = end = place.here.beats
     for lane in lanes_of_rank(config, rank, shares):
         place.here.beats = start  # a rank with more lanes comes no further, least of all one that hangs in a later one
@@ -78,7 +78,7 @@ class Lanes(nn.Module):
     def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, chunks=1):
         """Return the logits of all lanes' parts of the vocabulary, side by side; see Transformer.forward."""
         n = len(self.lanes)
-        sums = LaneSums(self.comm, n, self.config.lanes or self.comm.tp_size)
+        sums = LaneSums(self.comm, n, self.config.fixed_lanes or self.comm.tp_size)
         streams, layers = [], self.config.n_layers
         for i, lane in enumerate(self.lanes):
             lane.comm, lane.config = sums, self.config

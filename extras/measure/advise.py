@@ -17,7 +17,7 @@ import torch
 from extras.lanes.lanes import lanes_of_rank
 from extras.measure import link
 from extras.measure.clock import run_layers, variants
-from formats.checkpoint import dtype_name
+from formats.checkpoint import Weights, chosen_dtype, dtype_name
 from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
@@ -130,7 +130,7 @@ def step_seconds(config, times):
 
 def function(config, tp_size):
     """Return a key that is equal for wirings that compute the same on so many ranks."""
-    return *config.function[:2], config.lanes or (tp_size if config.named_wiring.depends_on_lanes else None)
+    return *config.function[:2], config.fixed_lanes or (tp_size if config.named_wiring.depends_on_lanes else None)
 
 
 def retraining(own, config, tp_size):
@@ -139,7 +139,7 @@ def retraining(own, config, tp_size):
         return "no"
     if own.wiring == "standard" and config.named_wiring.small_loss:
         return "optional"
-    return f"yes, in {config.lanes or tp_size} lanes" if config.named_wiring.depends_on_lanes else "yes"
+    return f"yes, in {config.fixed_lanes or tp_size} lanes" if config.named_wiring.depends_on_lanes else "yes"
 
 
 def measured_losses(own, tp_size):
@@ -228,7 +228,8 @@ def choose_machine(args):
 
 def main(argv=None):
     args = parse(argv)
-    (name, own), dtype = cli.read_config(args), cli.read_dtype(args)
+    name, own = cli.read_config(args)
+    dtype = chosen_dtype(args.dtype, None if args.dtype or not args.checkpoint else Weights(args.checkpoint))
     configs = candidates(own, args.wirings or variants(own), args.tp)
     context, machine = min(CONTEXT, own.max_seq_len), choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"

@@ -66,7 +66,7 @@ def make_cases(args, world):
     place.at("measurement", timed=False)
     caches, cases = {}, {}
     for (wiring, model), batch, chunks in itertools.product(models.items(), args.batch, args.chunks):
-        key = model.config.lanes, batch
+        key = model.config.fixed_lanes, batch
         caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + 1)
         prompts = pad([[1 + row] * args.prompt_length for row in range(batch)], world.device)
         runner = Runner(model, caches[key], not args.eager, not args.eager, chunks)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from decoding.runner import last_tokens, pad
-from decoding.sampling import Sampler
+from decoding.runner import Sampler, last_tokens, pad
 from runtime import place
 
 SCORED_TOKENS = 256  # of a prompt whose logits, of the whole vocabulary, are gathered at a time

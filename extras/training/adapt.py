@@ -52,7 +52,7 @@ class Trainee(Transformer):
     def forward(self, batch):
         """Return the normed stream (B, S, D), from which self.logits computes logits."""
         x, metadata = self.embed(batch.tokens), attention_metadata(self, batch.positions, mask=batch.mask)
-        streams = lanes.streams(self, x, metadata) if self.config.lanes else [self.stream(x, metadata)]
+        streams = lanes.streams(self, x, metadata) if self.config.fixed_lanes else [self.stream(x, metadata)]
         return self.norm(interleave(streams)[0])  # all lanes end with the same x
 
 
@@ -65,7 +65,7 @@ def build(config, weights, world, args, is_teacher=False):
     model = recast(build_model(config), Trainee)
     if config.n_experts:
         load_extra("experts", "n_experts").make_differentiable(model, args.compile)
-    if config.lanes:
+    if config.fixed_lanes:
         lanes.split(model)
     if is_teacher:
         model = model.to(dtype).requires_grad_(False)

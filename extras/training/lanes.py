@@ -35,7 +35,7 @@ def run_in_lane(module, shards, lane, *args):
 
 def split(model):
     """Let the attentions and MLPs of a model on the device "meta" take the number of a lane as their first argument."""
-    lanes = model.config.lanes
+    lanes = model.config.fixed_lanes
     plans = [tp.shard_slices(model, torch.float32, lane, (1,) * lanes) for lane in range(lanes)]
     for i, kind in itertools.product(range(len(model.layers)), SUBLAYERS):
         module, shards = getattr(model.layers[i], kind), []
@@ -52,7 +52,7 @@ def split(model):
 def streams(model, x, metadata):
     """Return the running streams of a model's lanes, from the embeddings x (B, S, D) on."""
     config = model.config
-    comm = load_extra("lanes", f"wiring {config.wiring}").LaneSums(model.comm, config.lanes, config.lanes)
+    comm = load_extra("lanes", f"wiring {config.wiring}").LaneSums(model.comm, config.fixed_lanes, config.fixed_lanes)
 
     def in_lane(block, lane):
         modules = dict(block.named_children())
@@ -62,4 +62,4 @@ def streams(model, x, metadata):
         blocks = [in_lane(block, lane) for block in model.layers]
         return config.named_wiring.stream(x, list_sublayers(config, blocks, metadata), comm, config)
 
-    return [stream(lane) for lane in range(config.lanes)]
+    return [stream(lane) for lane in range(config.fixed_lanes)]
