@@ -20,16 +20,17 @@ import torch
 from decoding.runner import Runner, Sampler, make_cache, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from runtime import cli, launch, place, report  # place: what a rank is doing, to say where one hangs or fails
+from runtime import cli, launch, place, report
 from runtime.cli import count, number
-from runtime.errors import InputError, find_extra, load_extra
+from runtime.errors import InputError, find_extra, load_extra  # of an absent extra: None; an InputError
 from tp import TensorParallel, load_shard
 
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
-    load = load_shard  # else a Laneformer, or several lanes on a rank, as of spd/8 on 2 ranks
+    load = load_shard
     if config.named_wiring.model or (config.fixed_lanes and world.shares != (1,) * config.fixed_lanes):
+        # a Laneformer, or several lanes on a rank, such as spd/8 on 2 ranks
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
         if folder:
@@ -42,7 +43,7 @@ def load_model(config, folder, dtype, world):
             weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder and weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    place.at("preparation", timed=False)  # no progress here is no hang: other ranks may still load
+    place.at("preparation", timed=False)  # untimed: to wait here for slower ranks is no hang
     if config.quant:
         from kernels import int_linear
 
@@ -50,7 +51,7 @@ def load_model(config, folder, dtype, world):
         if module:
             module.use_kernels(model)
     if world.group is not None:
-        model.comm = TensorParallel(config, world.shares, world.group)
+        model.comm = TensorParallel(config, world.shares, world.group)  # which lanes that share a rank wrap
     return model
 
 
@@ -82,8 +83,8 @@ class Generation:
     @torch.inference_mode()
     def __iter__(self):
         runner, draft = self.runner, self.draft
-        # step(sequences, sample) runs the model on the last token of each row, then the sampler: Runner.next_tokens
-        step = runner.plain_step()  # on a GPU it also queues the next step before it waits for its own ids
+        # step(sequences, sample) -> ids (B,): the model on each row's last token, then the sampler: Runner.next_tokens
+        step = runner.plain_step()  # on a GPU it queues the next step before it waits for this one's ids
         place.at("prefill")
         start = time.perf_counter()
         if draft:
@@ -108,20 +109,20 @@ class Generation:
         """Add the ids that a pass gave each row to its sequence, up to its end; return them without end-of-sequence."""
         taken = [[] for _ in new]
         for row, ids in enumerate(new):
-            for i in ids:
+            for token in ids:
                 if self.finish_reasons[row]:
                     break
-                if i == -1:  # the sampler's mark
+                if token == -1:  # Sampler's mark of logits that are not finite
                     where = f"row {row} in step {len(self.rows[row])}"
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
-                self.sequences[row].append(i)
-                if i in self.eos_ids:
+                self.sequences[row].append(token)
+                if token in self.eos_ids:
                     self.finish_reasons[row] = "stop"
-                else:
-                    self.rows[row].append(i)
-                    taken[row].append(i)
-                    if len(self.sequences[row]) >= self.ends[row]:
-                        self.finish_reasons[row] = "length"
+                    break
+                self.rows[row].append(token)
+                taken[row].append(token)
+                if len(self.sequences[row]) >= self.ends[row]:
+                    self.finish_reasons[row] = "length"
         place.at("output", timed=False)  # its reader may take a break
         return taken
 
@@ -164,7 +165,7 @@ def add_flags(p):
 
 
 class Job:
-    """What the flags ask for, checked on all ranks before one loads; after load() also the model, in a Runner."""
+    """What the flags ask for, checked on all ranks before one loads. load() adds runner, draft, load_s, compile_s."""
 
     def __init__(self, args, world):
         self.args, self.world = args, world
@@ -179,19 +180,18 @@ class Job:
             self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
             if args.checkpoint and world.rank == 0:
                 cli.warn_of_wiring(stored, config, world.shares)
-            self.prompts, chats = cli.read_prompts(args, config, self.tokenizer), cli.is_chat(args)
+            chats, self.prompts = cli.is_chat(args), cli.read_prompts(args, config, self.tokenizer)
             context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
             self.max_new_tokens = cli.fit(args.max_new_tokens, self.prompts, context)  # as the context allows
             self.slots = context if chats else max(map(len, self.prompts)) + self.max_new_tokens  # of the cache
-            self.draft_source = None
-            if args.draft:
-                drafts = load_extra("drafts", f"--draft {args.draft}")
-                self.draft_source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
+            self.draft_source = args.draft and load_extra("drafts", f"--draft {args.draft}").read_draft(
+                args.draft, config, args.checkpoint, world.tp_size
+            )
             dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint and checkpoint.Weights(args.checkpoint))
             report.warn_of_memory(world, config, dtype, len(self.prompts), self.slots)
-        checksum, draft = zlib.crc32(str(self.prompts).encode()), self.draft_source
-        contents = {"tokens of the prompts": checksum, "--draft": draft and (draft.name, draft.count)}
-        world.agree(contents, checkpoint=args.checkpoint, draft=draft and draft.folder)  # raises where ranks differ
+        source, contents = self.draft_source, {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
+        contents["--draft"] = source and (source.name, source.count)
+        world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)  # raises where ranks differ
 
     def load(self):
         """Load the model, and compile it if asked for. Raises InputError."""
@@ -203,7 +203,8 @@ class Job:
             self.runner.shows_progress = world.rank == 0
             self.draft = None
             if self.draft_source:
-                load_whole = functools.partial(load_model, dtype=args.dtype, world=launch.World(0, 1, world.device))
+                alone = launch.World(0, 1, world.device)  # a draft's own weights are not sharded
+                load_whole = functools.partial(load_model, dtype=args.dtype, world=alone)
                 self.draft = load_extra("drafts", "--draft").build(self.draft_source, self.runner, load_whole)
         self.load_s, self.compile_s = time.perf_counter() - start, 0.0
         if args.compile:
@@ -217,7 +218,7 @@ def main(argv=None):
     parser = cli.Parser(__doc__)
     add_flags(parser)
     args = parser.parse_args(argv)
-    world = launch.join(args.device, vars(args))
+    world = launch.join(args.device, vars(args))  # this rank and the others: rank, shares, device, group
     job = Job(args, world)
     job.load()
     if cli.is_chat(args):

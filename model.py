@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from formats import fields
 from kernels import norms
 from kernels.positions import attention_metadata, rope_frequencies
-from runtime.errors import load_extra
+from runtime.errors import load_extra  # load_extra(NAME, what needs it) imports extras/NAME
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
 
@@ -37,12 +37,12 @@ class SingleDevice:
         """Return the sum of all ranks' partials."""
         return pending
 
-    def settle(self, x, pending, after=None):
-        """Return x + wait(pending); the compiler does not move the wait before `after`, what a later start returned."""
+    def settle(self, x, pending, newer=()):
+        """Return x + wait(pending). newer: what later starts returned; compiled, the wait comes after the last one."""
         return x + pending
 
-    def pin(self, x, after):
-        """Return x; the compiler moves no sublayer that reads it before `after`, what a start returned."""
+    def pin(self, x, newer):
+        """Return x. Compiled, what reads it comes after the last start of `newer`."""
         return x
 
     def local_logits(self, logits):
@@ -69,23 +69,22 @@ def pad_logits(logits, n):
 
 # ---- The wirings -----------------------------------------------------------------------------------------------------
 #
-# A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. A stream is a generator that
-# runs all sublayers: it yields after each start, so that interleave can run other streams meanwhile, and finally x.
-# While other sums stay in flight, settle and pin get the newest: else torch.compile moves the waits to where nothing
-# overlaps. docs/code.md says why; tests/test_wiring.py -k compiled_code checks it.
+# A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. A stream is a generator that runs all
+# sublayers: it yields after each start, so that interleave can run other streams meanwhile, and finally x. Run eagerly,
+# pin and `newer` change nothing. They keep the compiler from moving waits to where nothing overlaps: see docs/code.md
+# and tests/test_wiring.py -k compiled_code.
 
 
 def interleave(streams):
     """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
-    rounds = list(zip(*streams, strict=True))  # a round advances each to its next yield
-    return rounds[-1]
+    *_, last = zip(*streams, strict=True)  # a round advances each stream to its next yield
+    return last
 
 
 def residual_stream(x, sublayers, comm, config):
-    """Run standard x_i = x_{i-1} + AllReduce(h_i(x_{i-1})), ladder x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), or a mix.
+    """Run sublayers [(h, stale), ...]: each reads x without the last `stale` sums, which are still in flight.
 
-    sublayers: list of (h, stale). A sublayer reads x without the last `stale` sums, which are still in flight. Of four
-    sublayers, numbered from 0, with the sums s0, s1, ...:
+    Of four sublayers, whose sums are s0, s1, ...; a ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})):
 
     standard                 stale 0 0 0 0    h0(x) h1(x+s0) h2(x+s0+s1) h3(x+s0+s1+s2)
     ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
@@ -93,16 +92,14 @@ def residual_stream(x, sublayers, comm, config):
     """
     in_flight = []  # sums, oldest first
     for h, stale in sublayers:
-        if in_flight and len(in_flight) <= stale:  # compiled, h still runs after the last start
-            x = comm.pin(x, in_flight[-1])
+        if in_flight and len(in_flight) <= stale:  # nothing to settle yet
+            x = comm.pin(x, newer=in_flight)
         while len(in_flight) > stale:  # all but the last `stale`, which travel while h computes
-            oldest = in_flight.pop(0)
-            x = comm.settle(x, oldest, after=in_flight[-1] if in_flight else None)
+            x = comm.settle(x, in_flight.pop(0), newer=in_flight)
         in_flight.append(comm.start(h(x)))
-        yield  # other parts of the prompt run here
+        yield  # other chunks of the prompt run here
     while in_flight:
-        oldest = in_flight.pop(0)
-        x = comm.settle(x, oldest, after=in_flight[-1] if in_flight else None)
+        x = comm.settle(x, in_flight.pop(0), newer=in_flight)
     yield x
 
 
@@ -120,15 +117,15 @@ def delayed_stream(x, sublayers, comm, config):
 
 
 def desynced_stream(x, sublayers, comm, config):
-    """Keep every n-th all-reduce (n = config.period) and the last; between them the ranks' streams drift apart.
+    """Keep every n-th all-reduce (n = config.period) and the last; between them x drifts apart from rank to rank.
 
     AllReduce(x / lanes + h(x)) averages x and sums h's partials. upper-bound has no n and keeps none.
     """
     for i, (h, _) in enumerate(sublayers, start=1):
         if config.period and (i % config.period == 0 or i == len(sublayers)):
-            started = comm.start(x / comm.lanes + h(x))
+            pending = comm.start(x / comm.lanes + h(x))
             yield
-            x = comm.wait(started)
+            x = comm.wait(pending)
         else:
             x = x + h(x)
     yield x
@@ -155,10 +152,10 @@ def attention_into_mlp(x, block, metadata, cache):
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """A way to connect sublayers, which Config.wiring names: ladder, ladder-2 (stale 2), ladder:8 (the last 8 layers).
+    """The sublayers, and what they read. Config.wiring is NAME[-K][:N][/L], e.g. ladder-2, ladder:8 or spd/8.
 
     What some wirings compute depends on the number of ranks. "spd/8" computes what eight ranks would: the eight shards,
-    called lanes, are dealt to 1, 2, 4 or 8 ranks, and each has a stream of its own.
+    called lanes, are dealt to 1, 2, 4 or 8 ranks, and each lane has a residual stream of its own.
     """
 
     about: str  # its line of --help
@@ -167,9 +164,9 @@ class Wiring:
     stream: Callable = residual_stream  # runs the sublayers, as described above
     stale: int = 0  # how many of the last sums a sublayer does not wait for; in NAME-K, K
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block
-    n_means: str | None = "layers"  # in NAME:N: "layers", the last N; "period", every N-th sum; None: no N
+    n_means: str | None = "layers"  # what N means: "layers", the last N; "period", every N-th sum; None: there is no N
     depends_on_lanes: bool = False  # whether what it computes depends on the number of lanes
-    small_loss: bool = False  # whether a few layers of it cost standard weights little (benchmarks/quality.md)
+    small_loss: bool = False  # whether standard weights lose little by a few layers of it (benchmarks/quality.md)
     model: type | None = None  # its own subclass of Transformer, with a check(config); extras/lanes loads it
 
 
@@ -191,7 +188,7 @@ WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the e
 
 def parse_wiring(text):
     """Return the Parsed (formats/fields.py) of a wiring's text. Raises InputError."""
-    return fields.parse_wiring(text, WIRINGS, WIRINGS_IN_EXTRAS)
+    return fields.parse_wiring_text(text, WIRINGS, WIRINGS_IN_EXTRAS)
 
 
 # ---- The configuration -----------------------------------------------------------------------------------------------
@@ -237,7 +234,7 @@ class Config:
     # norms, MLPs and logits
     norm: str = "rms"  # one of norms.NORMS
     input_norms: bool = True  # of what a sublayer reads
-    sum_norms: bool = False  # of the sum of a sublayer's partials, before it is added to the stream
+    sum_norms: bool = False  # of the sum of a sublayer's partials, before it is added to x
     mlp_bias: bool = False
     activation: str = "silu"  # of the MLP's gate, one of fields.ACTIVATIONS
     embedding_scale: float | None = None
@@ -259,7 +256,7 @@ class Config:
         _ = self.layer_wirings  # once, now: the compiler cannot trace how text is parsed
         fields.check(self)
 
-    parsed = functools.cached_property(lambda self: parse_wiring(self.wiring))  # the Parsed of `wiring`
+    parsed = functools.cached_property(lambda self: parse_wiring(self.wiring))  # its K, N, L: stale, parameter, lanes
 
     @functools.cached_property
     def named_wiring(self):
@@ -341,7 +338,7 @@ class Attention(nn.Module):
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D).
 
-        metadata: see kernels/positions.py. cache: None or (k, v), both (B, K, T, H), written to.
+        metadata: kernels/positions.py: rope, masks, positions. cache: None or (k, v), both (B, K, T, H), written to.
         """
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, *, S, H)
@@ -358,7 +355,7 @@ class Attention(nn.Module):
             cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)
             cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
         mask = metadata.window_mask if self.window else metadata.mask
-        if mask is None:
+        if mask is None:  # causal, and no keys before these
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
             y = self.attend(q, *(cache or (k, v)), mask, metadata.positions)
@@ -420,19 +417,19 @@ class Block(nn.Module):
             self.attention_sum_norm, self.ffn_sum_norm = make(), make()
 
 
-def list_sublayers(config, blocks, metadata=None, cache=None):
-    """Return [(h, stale)] of all blocks, in order, as a stream takes them."""
+def list_sublayers(config, layers, metadata=None, cache=None):
+    """Return [(h, stale)] of all layers, in order, as a stream takes them."""
     sublayers, i = [], 0
     while i < config.n_layers:
         wiring = config.layer_wirings[i]
-        side_by_side = [(blocks[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
-        sublayers += [(functools.partial(_sum_of, h, side_by_side), wiring.stale) for h in wiring.sublayers]
+        group = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
+        sublayers += [(functools.partial(_add_partials, h, group), wiring.stale) for h in wiring.sublayers]
         i += wiring.blocks
     return sublayers
 
 
-def _sum_of(h, blocks, x):  # blocks: [(block, metadata, cache)]
-    first, *others = [h(x, *block) for block in blocks]
+def _add_partials(sublayer, group, x):  # group: of the blocks that run side by side, usually one
+    first, *others = [sublayer(x, *arguments) for arguments in group]
     return sum(others, start=first)
 
 
@@ -470,14 +467,14 @@ class Transformer(nn.Module):
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
         cache: as new_cache makes it, written in place, or None. With a cache, linear attention stores no token after
-        `select`; with -1, none. chunks: how many parts to cut the sequence into: one computes while another's partials
-        are summed. More than 1 needs a cache.
+        `select`; with -1, none. chunks: how many to cut the sequence into: one computes while another's partials are
+        summed. More than 1 needs a cache.
         """
         x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, select, chunks)), dim=1)
         return self.head(x, select)
 
     def streams(self, tokens, positions, cache, cache_length, select, chunks):
-        """Yield a stream, not started, for each chunk of the sequence; the arguments are those of forward.
+        """Yield the stream of each chunk of the sequence; the arguments are those of forward.
 
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
         """
@@ -488,9 +485,9 @@ class Transformer(nn.Module):
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
         last = None if select is None else positions[:, :1] + select[:, None]
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
-            only_itself = fresh and n_keys == 0  # no keys come before this chunk
+            causal = fresh and n_keys == 0  # it attends to nothing but itself, and needs no mask
             n_keys += chunk.shape[1]
-            keys = None if only_itself else torch.arange(n_keys, device=tokens.device)
+            keys = None if causal else torch.arange(n_keys, device=tokens.device)
             yield self.stream(self.embed(chunk), attention_metadata(self, at, keys, max_length, last), cache)
 
     def embed(self, tokens):

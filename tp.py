@@ -14,7 +14,7 @@ from tqdm import tqdm
 from formats.checkpoint import check_shape, read_slice
 from kernels import cpu
 from model import VOCAB_BLOCK, build, pad_logits
-from runtime import place
+from runtime import place  # what a rank is doing, to say where one hangs or fails
 from runtime.errors import InputError, load_extra
 
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
@@ -35,9 +35,9 @@ def split_range(n, rank, shares, name=None):
 def head_ranges(config, rank, shares):
     """Return ([row ranges of wqkv], [column ranges of wo]) of a rank; the order of the rows: model.Attention.
 
-    Up to K ranks get whole KV heads with their query heads. Of more, rank r gets a copy of KV head r * K // tp_size,
-    and those with the same one share its query heads out: of 2 KV heads on 3 ranks, ranks 0 and 1 get head 0, a part of
-    its query heads each, and rank 2 gets head 1 with all of them, whatever the shares are.
+    Up to K ranks get whole KV heads with their query heads. With more, rank r gets a copy of KV head r * K // tp_size,
+    and the ranks with the same one divide its query heads by their shares: of 2 KV heads on 3 ranks, ranks 0 and 1 get
+    head 0 and a part of its query heads each, rank 2 gets head 1 with all of them, whatever its share.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
@@ -46,21 +46,20 @@ def head_ranges(config, rank, shares):
     if tp_size <= K:
         first, end = split_range(K, rank, shares, "KV heads")
         return [(first * group_rows, end * group_rows)], [(first * G * H, end * G * H)]
-    kv_heads = [r * K // tp_size for r in range(tp_size)]  # of each rank
-    kv_head = kv_heads[rank]
-    sharers = [r for r in range(tp_size) if kv_heads[r] == kv_head]
+    kv_head = rank * K // tp_size
+    sharers = [r for r in range(tp_size) if r * K // tp_size == kv_head]  # the ranks with a copy of it
     first, end = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
-    start, stop = kv_head * group_rows, (kv_head + 1) * group_rows
-    queries = start + first * query_rows, start + end * query_rows
-    return [queries, (stop - 2 * H, stop)], [((kv_head * G + first) * H, (kv_head * G + end) * H)]
+    start, stop = kv_head * group_rows, (kv_head + 1) * group_rows  # its rows of wqkv
+    queries, key_and_value = (start + first * query_rows, start + end * query_rows), (stop - 2 * H, stop)
+    return [queries, key_and_value], [((kv_head * G + first) * H, (kv_head * G + end) * H)]
 
 
 def neuron_range(config, neurons, rank, shares):
     """Return the range of an MLP's neurons that a rank holds: rows of w1 and w3, columns of w2."""
-    # Neurons that stay together: 8 of experts, since torch._grouped_mm on a GPU takes rows of a multiple of 16 bytes,
-    # and with int4 a group of w2's columns, which has one scale.
-    unit = 8 if config.n_experts and neurons % 8 == 0 else 1
-    if config.group_size and "w2" not in config.kept:
+    unit = 1  # neurons that stay together
+    if config.n_experts and neurons % 8 == 0:
+        unit = 8  # torch._grouped_mm on a GPU takes rows of a multiple of 16 bytes
+    if config.group_size and "w2" not in config.kept:  # int4: a group of w2's columns has one scale
         from kernels import int_linear
 
         unit = int_linear.column_unit(config, neurons, least_ranks=sum(shares) / min(shares))
@@ -96,10 +95,10 @@ def shard_plan(config, rank, shares):
     if config.linear_layers:
         first, end = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
         plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, end)
-    if config.whole_qk_norm:
+    if config.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
         (start, stop), H = wo[0], config.head_dim
-        size = N // config.n_kv_heads * H  # what q_norm has for the queries of a KV head; k_norm has H
-        first, end = start // size, -(-stop // size)  # KV heads, those that other ranks share too
+        group = N // config.n_kv_heads * H  # columns of a KV head's queries
+        first, end = start // group, -(-stop // group)  # KV heads, those shared with other ranks too
         plan |= {"q_norm": (0, wo), "k_norm": (0, [(first * H, end * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
@@ -114,23 +113,23 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int
     ranges: list | None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: none, zeros instead
-    columns: int  # how many of the matrix a stored number covers: 1, or with int4 2 (a byte) or 64 (a group's scale)
+    columns: int  # how many of the matrix a stored number covers: 1, or with int4 2 (a byte) or group_size (a scale)
 
 
 def shard_slices(model, dtype, rank, shares):
     """Return {tensor of the checkpoint: ShardSlice} for a rank. dtype: of the tensors that are not integers.
 
-    For example, of layers.0.attention.wo with 4096 columns, rank 1 of 2 holds: of the weight columns 2048 to 4096, in
-    int4 bytes 1024 to 2048 of each row; of int8's scale of a row, all; of a bias, zeros, since rank 0 adds it.
+    For example, of layers.0.attention.wo with 4096 columns, rank 1 of 2 holds: weight: columns 2048 to 4096 (int4:
+    bytes 1024 to 2048 of each row); scales of rows (int8): all; bias: zeros, since rank 0 adds it.
     model: a whole one, as build makes it. Raises InputError as shard_plan does.
     """
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
-        owner = name if path.endswith(".attention") else path  # a parameter of linear attention itself
-        dim, ranges = plan.get(owner.split(".", 3)[-1], (0, None))  # "layers.3.attention.wo" is "wo" in the plan
+        owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
+        dim, ranges = plan.get(owner.split(".", 3)[-1], (0, None))  # planned as "wo"; else held whole
         shape, columns = list(whole.shape), 1
-        if dim == 1:  # row-parallel: what has a number for each column, or for several of them, is cut between columns
+        if dim == 1:  # row-parallel: what has numbers for columns is cut
             if tensor == "bias":  # added to a partial sum: by rank 0 alone
                 dim, ranges = 0, (None if rank == 0 else [])
             elif whole.shape[-1] == 1:  # the scale of a row
@@ -174,7 +173,7 @@ def _set_parameter(model, name, tensor):
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))
-    if isinstance(module, nn.Linear) and attribute == "weight":  # Attention reads them
+    if isinstance(module, nn.Linear) and attribute == "weight":  # Attention counts its heads by these
         module.out_features, module.in_features = tensor.shape
 
 
@@ -231,23 +230,23 @@ class TensorParallel:
     def wait(self, pending):
         return torch.ops._c10d_functional.wait_tensor(pending)
 
-    def settle(self, x, pending, after=None):
-        """Return x + wait(pending), in compiled code not before the all-reduce `after` has started: docs/code.md.
+    def settle(self, x, pending, newer=()):
+        """Return x + wait(pending); compiled, the wait comes after the newest start: docs/code.md.
 
-        The operators of kernels/ordered.py wait. The compiler does not look into them: they have `after` as an input,
-        which they do not use, and the next sublayer reads their result, so they run between the two.
+        The operators of kernels/ordered.py are opaque to the compiler. It runs them after that start, which is an input
+        that they do not use, and before the next sublayer, which reads their result.
         """
-        if after is None:
+        if not newer:
             return x + self.wait(pending)
         if not x.is_cuda:
-            return torch.ops.ladder.settle(x, pending, after)
-        # On a GPU the addition fuses with the next norm. wait_after is declared to write `pending`, so the addition
-        # cannot move before it.
-        torch.ops.ladder.wait_after(pending, after)
+            return torch.ops.ladder.settle(x, pending, newer[-1])
+        # On a GPU a plain addition, which fuses with the next norm. wait_after is declared to write `pending`, so it
+        # runs before the addition.
+        torch.ops.ladder.wait_after(pending, newer[-1])
         return x + pending
 
-    def pin(self, x, after):
-        return torch.ops.ladder.settle(x, None, after)  # x itself: there is nothing to add
+    def pin(self, x, newer):
+        return torch.ops.ladder.settle(x, None, newer[-1])  # a copy of x: there is nothing to add
 
     def local_logits(self, logits):
         return pad_logits(logits, max(self.sizes)), self.first_id, self.vocab_size

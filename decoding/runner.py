@@ -1,4 +1,4 @@
-"""A step: a pass of the model, prefill or decode, over a static cache; then the sampler, from logits to token ids.
+"""The passes of a model, prefill and decode, over a static cache, and the Sampler, which chooses ids by their logits.
 
 Shape letters: B batch, S sequence, V vocabulary, v this rank's part of it.
 """

@@ -47,10 +47,10 @@ class NormedSums:
     def start(self, partial):
         return self.comm.start(partial), next(self.norms)
 
-    def settle(self, x, pending, after=None):
+    def settle(self, x, pending, newer=()):
         started, norm = pending
         # not wait: settle also keeps the order
-        return x + norm(self.comm.settle(torch.zeros_like(x), started, after and after[0]))
+        return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
 
-    def pin(self, x, after):
-        return self.comm.pin(x, after[0])
+    def pin(self, x, newer):
+        return self.comm.pin(x, [later for later, _ in newer])

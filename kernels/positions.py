@@ -59,7 +59,7 @@ def attention_metadata(model, positions, keys=None, max_length=None, last=None, 
 
     def rope(row, factor=1.0):
         angles = (positions[..., None] * model.rope_frequencies[row])[:, None, None]
-        # as_strided has the compiler store them: without it each head of each layer would compute its own
+        # as_strided makes the compiler store cos and sin: else each layer would compute them again for each head
         return tuple(y.as_strided(y.shape, y.stride()) for y in (angles.cos() * factor, angles.sin() * factor))
 
     # beyond its original context, longrope uses its long factors for all keys

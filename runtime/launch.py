@@ -7,6 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+import tp
 from formats.checkpoint import first_line
 from runtime import place
 from runtime.errors import InputError
@@ -78,6 +79,7 @@ def join(device=None, flags=None):
         return ranks.meet(device, flags)
     world = World(0, 1, None, shares=flags.get("shares"))
     if (comm := flags.get("comm", "auto")) != "auto":
+        tp.collective(comm)  # is there such a way?
         raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
     world.device = choose_device(device)
     return world

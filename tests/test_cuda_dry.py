@@ -138,7 +138,8 @@ def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, 
     assert len(runner.graphs.graphs) == 5
 
 
-@pytest.mark.parametrize("count, window, T", [pytest.param(1, None, 512, marks=pytest.mark.slow), (3, 200, 509)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count, window, T", [(1, None, 512), (3, 200, 509)])
 def test_attention_with_split_keys_is_attention(count, window, T):
     check_split_attention(count, window, T, "cpu")
 

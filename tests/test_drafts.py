@@ -105,8 +105,8 @@ def twins(world, wiring):
 
 
 @pytest.mark.parametrize("ranks, wiring", [
-    (1, "standard"), (1, "ladder"), (1, "parallel"), (1, "delayed-2"), (2, "spd"), (3, "standard"),
-    pytest.param(4, "ladder", marks=pytest.mark.slow),
+    (1, "standard"), (1, "ladder"), (1, "parallel"), (1, "delayed-2"), (2, "spd"),
+    pytest.param(3, "standard", marks=pytest.mark.slow), pytest.param(4, "ladder", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_greedy_tokens_do_not_know_of_a_draft(ranks, wiring):
     """Ranks accept alike, also where they sample, which depends on the number of lanes alone."""

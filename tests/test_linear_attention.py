@@ -150,7 +150,7 @@ WAYS = [{}, {"chunks": 2}, {"chunks": 3}]
 
 
 @pytest.mark.parametrize("ranks, configs", [
-    (1, [LANES]), (2, [*CONFIGS, LANES]), (3, CONFIGS), (4, [*CONFIGS, LANES]),
+    (1, [LANES]), (2, [*CONFIGS, LANES]), (3, CONFIGS), pytest.param(4, [*CONFIGS, LANES], marks=pytest.mark.slow),
     ((2, 1), [MIXTURE]),  # which has KV heads for such shares
 ])  # fmt: skip
 def test_ranks_compute_what_one_device_does(ranks, configs):
@@ -207,6 +207,7 @@ def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
     assert "layers.0.attention.wba.scales" not in names  # how fast it forgets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", [None, "int8"])
 def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
     config = dataclasses.replace(CONFIG, head_dim=64, quant=quant)

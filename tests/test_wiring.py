@@ -89,7 +89,7 @@ class Recorder(model.SingleDevice):
         self.events.append(f"wait{pending}")
         return 0.0
 
-    def settle(self, x, pending, after=None):
+    def settle(self, x, pending, newer=()):
         return self.wait(pending)
 
 

@@ -60,9 +60,9 @@ def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
             x = comm.settle(x, started)
         elif i < d or not has_sums[i % 2]:
             x = x + comm.lanes**0.5 * p
-            x = x if last is None else comm.pin(x, last)
+            x = x if last is None else comm.pin(x, [last])
         else:
-            x = comm.settle(x + (p - before), pending, after=last)
+            x = comm.settle(x + (p - before), pending, newer=[last])
     if own["lane_head"] != "vocab_parallel":
         summed = own["lane_head"] == "sum"
         started = comm.start(x if summed else norm(x))

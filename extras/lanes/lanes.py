@@ -57,11 +57,11 @@ class LaneSums:
     def wait(self, pending):
         return self.comm.wait(pending[0])
 
-    def settle(self, x, pending, after=None):
-        return self.comm.settle(x, pending[0], after and after[0])
+    def settle(self, x, pending, newer=()):
+        return self.comm.settle(x, pending[0], [sums[0] for sums in newer])
 
-    def pin(self, x, after):
-        return self.comm.pin(x, after[0])
+    def pin(self, x, newer):
+        return self.comm.pin(x, [sums[0] for sums in newer])
 
 
 class Lanes(nn.Module):

@@ -61,10 +61,10 @@ class Clock:
         self.started += 1
         self.now = self.free_at = max(self.now, self.free_at) + seconds
 
-    def settle(self, x, pending, after=None):
+    def settle(self, x, pending, newer=()):
         return self.wait(pending)
 
-    def pin(self, x, after):
+    def pin(self, x, newer):
         return x
 
 
