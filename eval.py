@@ -31,7 +31,7 @@ from runtime.errors import InputError
 def parse(argv):
     p, from_two = cli.Parser(__doc__), number(int, 2)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights, e.g. demo")
-    p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to score, e.g. valid.txt")
+    p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to score, e.g. demo/story.txt")
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
     cli.add_rank_flags(p, sharded=True)

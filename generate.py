@@ -22,7 +22,7 @@ from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, place, report
 from runtime.cli import count, number
-from runtime.errors import InputError, find_extra, load_extra  # of an absent extra: None; an InputError
+from runtime.errors import InputError, find_extra, load_extra  # of an absent extra: None, or an InputError
 from tp import TensorParallel, load_shard
 
 

@@ -58,7 +58,7 @@ def table_entry(changes):
 
 def variants(name):
     """Return the config changes to test a wiring with; one layer alone has a seam on either side."""
-    layers = "1," if WIRINGS[name].blocks == 1 else "0,1"
+    layers = ",".join(map(str, range(WIRINGS[name].blocks))) if WIRINGS[name].blocks > 1 else "1,"
     some = {"layers": [f"{name}:{layers}"], "period": [f"{name}:4"], None: []}[WIRINGS[name].n_means]
     more = {"ladder": ["ladder:2", "ladder:0,1", "ladder-3"], "delayed": ["delayed-2", "delayed-3:1-2"]}.get(name, [])
     return [{"wiring": text} for text in [name, *more, *some]]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import BASE, ROOT
+from helpers import BASE, ROOT, variants
 
 import model
 
@@ -90,7 +90,8 @@ def test_the_readmes_example_runs():
 
 
 def test_the_readmes_wiring_is_one(monkeypatch):
-    monkeypatch.setattr(model, "WIRINGS", dict(model.WIRINGS))
+    monkeypatch.setitem(model.WIRINGS, "triple-ladder", None)  # and without it afterwards
     exec(readme_blocks()[1], vars(model).copy())
+    assert [dataclasses.replace(BASE, **changes) for changes in variants("triple-ladder")]  # as other tests take it
     config = dataclasses.replace(BASE, n_layers=4, wiring="triple-ladder")  # the last three of them
     assert [len(h.args[1]) for h, _ in model.list_sublayers(config, [None] * 4)] == [1, 1, 3, 3]
