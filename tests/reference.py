@@ -159,12 +159,12 @@ class Reference:
         """[(partial(x, shard), by how much it is stale)]: attention, MLP, ..., or both of a block at once."""
         (wiring, layers, _, stale), out, layer = self.wiring(), [], 0
         while layer < self.c.n_layers:
-            parts = self.parts(layer, wiring if layer in layers else WIRINGS["standard"])
-            if layer in layers and wiring.blocks == 2:
-                others = self.parts(layer := layer + 1, wiring)
-                parts = [lambda x, s, a=a, b=b: a(x, s) + b(x, s) for a, b in zip(parts, others, strict=True)]
-            out += [(h, stale if layer in layers else 0) for h in parts]
-            layer += 1
+            wired = layer in layers
+            together = range(layer, layer + (wiring.blocks if wired else 1))
+            parts = [self.parts(i, wiring if wired else WIRINGS["standard"]) for i in together]
+            for side_by_side in zip(*parts, strict=True):
+                out.append((lambda x, s, hs=side_by_side: sum(h(x, s) for h in hs), stale if wired else 0))
+            layer += len(together)
         return out
 
     def stream(self, x0):
