@@ -33,7 +33,7 @@ class Terminated(KeyboardInterrupt):
 def ignore():
     """Let nothing interrupt the end of this process: a launcher sends one signal after another."""
     for number in signal.SIGINT, *_ENDING:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda number, frame: None)  # of SIG_IGN Python reports a signal that comes right now
 
 
 def terminate(number, frame):
