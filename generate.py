@@ -22,7 +22,7 @@ from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, place, report
 from runtime.cli import count, number
-from runtime.errors import InputError, find_extra, load_extra  # of an absent extra: None, or an InputError
+from runtime.errors import InputError, find_extra, load_extra  # of an absent extra find_ returns None
 from tp import TensorParallel, load_shard
 
 
@@ -51,7 +51,7 @@ def load_model(config, folder, dtype, world):
         if module:
             module.use_kernels(model)
     if world.group is not None:
-        model.comm = TensorParallel(config, world.shares, world.group)  # which lanes that share a rank wrap
+        model.comm = TensorParallel(config, world.shares, world.group)  # extras/lanes wraps it
     return model
 
 
@@ -187,8 +187,7 @@ class Job:
             self.draft_source = args.draft and load_extra("drafts", f"--draft {args.draft}").read_draft(
                 args.draft, config, args.checkpoint, world.tp_size
             )
-            dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint and checkpoint.Weights(args.checkpoint))
-            report.warn_of_memory(world, config, dtype, len(self.prompts), self.slots)
+            report.warn_of_memory(world, config, cli.read_dtype(args), len(self.prompts), self.slots)
         source, contents = self.draft_source, {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
         contents["--draft"] = source and (source.name, source.count)
         world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)  # raises where ranks differ

@@ -99,6 +99,12 @@ def read_config(args):
     return args.model.partition(":")[0], named_size(args.model)
 
 
+def read_dtype(args):
+    """Return the dtype of the weights that the flags ask for."""
+    weights = checkpoint.Weights(args.checkpoint) if args.checkpoint and not args.dtype else None
+    return checkpoint.chosen_dtype(args.dtype, weights)
+
+
 def add_rank_flags(parser, sharded=False, comm=True):
     """Add the flags that launch.join takes. sharded: the ranks share a model out. comm: its sums have several ways."""
     if sharded:

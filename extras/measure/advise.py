@@ -17,7 +17,7 @@ import torch
 from extras.lanes.lanes import lanes_of_rank
 from extras.measure import link
 from extras.measure.clock import run_layers, variants
-from formats.checkpoint import Weights, chosen_dtype, dtype_name
+from formats.checkpoint import dtype_name
 from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
@@ -228,8 +228,7 @@ def choose_machine(args):
 
 def main(argv=None):
     args = parse(argv)
-    name, own = cli.read_config(args)
-    dtype = chosen_dtype(args.dtype, None if args.dtype or not args.checkpoint else Weights(args.checkpoint))
+    (name, own), dtype = cli.read_config(args), cli.read_dtype(args)
     configs = candidates(own, args.wirings or variants(own), args.tp)
     context, machine = min(CONTEXT, own.max_seq_len), choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
