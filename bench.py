@@ -22,13 +22,14 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
-from decoding.runner import Runner, Sampler, make_cache
+from decoding.batch import Sampler, make_cache
 from formats import checkpoint
+from generate import Runner
 from model import rewired
-from runtime import benchmarking, cli, launch, place, report, writing
+from runtime import benchmarking, cli, launch, report, writing
 from runtime.benchmarking import in_turns, pivot, quartiles
 from runtime.cli import count, number
-from runtime.errors import InputError
+from runtime.errors import InputError, progress
 from tp import shard_plan
 
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
@@ -89,7 +90,7 @@ def measure(args, world):
     bandwidth = world.gather(benchmarking.read_bandwidth(world.device, world))
     cells = make_cells(load_models(config, wirings, args, world), args, world)
     sample = Sampler(0, device=world.device)
-    place.at("measurement", timed=False)
+    progress.at("measurement", timed=False)
     ways = {key: functools.partial(generate.generate, *cell, args.new_tokens, sample) for key, cell in cells.items()}
     in_turns(ways, 1)  # to allocate memory
     world.say(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...")

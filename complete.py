@@ -2,11 +2,11 @@
 
 import functools
 
-from decoding.runner import Runner, Sampler, make_cache
+from decoding.batch import Sampler, make_cache
 from formats import checkpoint
 from formats.checkpoint import DTYPES
 from formats.tokenizer import TextStream, load_tokenizer
-from generate import Generation, load_model
+from generate import Generation, Runner, load_model
 from model import rewired
 from runtime import cli, launch
 from runtime.errors import InputError, load_extra

@@ -18,7 +18,7 @@ from formats.checkpoint import dtype_name, first_line
 from formats.compare import TOKENIZER_FILES
 from formats.huggingface import LlamaWeights, config_from_hf, group, hf_names
 from formats.tokenizer import load_tokenizer
-from runtime import cli, ending, launch, writing
+from runtime import cli, launch, writing
 from runtime.errors import InputError, load_extra
 
 
@@ -76,7 +76,7 @@ def convert(source, config, folder, dtype, shard_bytes):
             tensors += [source.read(n) for n in sources[name]]
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
         except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
-            if ending.out_of_memory(e):
+            if launch.out_of_memory(e):
                 raise
             raise InputError(f"{names}: {first_line(e)}; the config makes it {shapes[name]}") from None
         if tensor.shape != shapes[name]:

@@ -4,46 +4,41 @@ python generate.py --checkpoint demo --prompt "Once upon a time"
 torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time"
 """
 
-# Every rank runs main. A step is Runner.next_tokens (decoding/runner.py): the model, then the sampler. Each rank picks
-# candidates from its part of the vocabulary, they exchange them, and all, having the same seed, choose the same token.
+# Every rank runs main. A decode step is Runner.step: the model, then the sampler (decoding/batch.py). Each rank picks
+# candidates from its part of the vocabulary; all gather them and, having the same seed, choose the same token.
 
+import contextlib
 import functools
 import os
 import time
-import zlib
 
 if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
+from tqdm import tqdm
 
-from decoding.runner import Runner, Sampler, make_cache, pad
+from decoding.batch import BUCKET, last_tokens, make_cache, pad
 from formats import checkpoint
-from formats.tokenizer import load_tokenizer
-from runtime import cli, launch, place, report
-from runtime.cli import count, number
-from runtime.errors import InputError, find_extra, load_extra  # of an absent extra find_ returns None
+from model import cache_slots
+from runtime import cli, launch, report
+from runtime.errors import InputError, find_extra, load_extra, progress  # find_extra returns None if it is not there
 from tp import TensorParallel, load_shard
+
+PASS_TOKENS = 1024  # of all rows in one pass of a prefill: bounds the memory of activations
+MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU longer than one
 
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
-    load = load_shard
-    if config.named_wiring.model or (config.fixed_lanes and world.shares != (1,) * config.fixed_lanes):
-        # a Laneformer, or several lanes on a rank, such as spd/8 on 2 ranks
+    load, lanes = load_shard, config.fixed_lanes  # 8 for spd/8
+    if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer, or several on a rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
-        if folder:
-            weights = checkpoint.Weights(folder)
-            if more := [name for name in weights.names() if name.startswith(f"layers.{config.n_layers}.")]:
-                raise InputError(f"{folder} has a tensor {more[0]}, but its config has n_layers {config.n_layers}")
-        else:
-            from formats.sizes import RandomWeights
-
-            weights = RandomWeights(config, world.device)
+        weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder and weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    place.at("preparation", timed=False)  # untimed: to wait here for slower ranks is no hang
+    progress.at("preparation", timed=False)  # untimed: to wait here for slower ranks is no hang
     if config.quant:
         from kernels import int_linear
 
@@ -55,19 +50,124 @@ def load_model(config, folder, dtype, world):
     return model
 
 
+# ---- The passes of a model -------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """A model with its static cache, and its prefill and decode, each compiled if asked for.
+
+    decode_model, prefill_model: the model, or what torch.compile made of it; called as Transformer.forward.
+    chunks: of each pass of the prefill; one computes while another's partials are summed. None: see choose_chunks.
+    Raises InputError if compiling needs a C++ compiler and there is none.
+    """
+
+    def __init__(self, model, cache, compile=False, compile_prefill=False, chunks=None):
+        self.model, self.cache, self.device, self.chunks = model, cache, model.device, chunks
+        self.pass_tokens, self.shows_progress = PASS_TOKENS, False  # of a long prefill, at a terminal
+        self.compiles, self.compiles_prefill = compile, compile_prefill
+        self.decode_model = self.prefill_model = model
+        if compile or compile_prefill:
+            from runtime import compiling  # not in a plain run: it imports the compiler
+
+            self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
+        self.graphs = self.decode_model if compile and self.device.type == "cuda" else None
+
+    def with_model(self, model, cache=None):
+        """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
+        cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
+        return Runner(model, cache, self.compiles, self.compiles_prefill, self.chunks)
+
+    @torch.inference_mode()
+    def prefill(self, tokens, lengths, cached_tokens=0):
+        """Return logits (B, v) after the last token of each row, from passes of at most pass_tokens tokens of all rows.
+
+        tokens (B, S), lengths (B,): as pad makes them. cached_tokens: so many of each row, but not all, are in the
+        cache.
+        """
+        B, S = tokens.shape
+        if self.model.config.linear_layers:  # whose state cannot be rewound to after these
+            cached_tokens = 0
+        last, logits, width = lengths - 1, None, max(1, self.pass_tokens // B)
+        starts = range(cached_tokens, S, width)
+        if len(starts) > 8 and self.shows_progress:
+            starts = tqdm(starts, "prefill", leave=False, unit="pass", disable=None)  # None: shown at a terminal
+        for start in starts:
+            piece, positions, filled = tokens[:, start : start + width], None, None
+            if start:
+                progress.at("prefill from token", start)
+                filled = start + piece.shape[1]
+                positions = torch.arange(start, filled, device=tokens.device).expand(B, -1)
+            select = (last - start).clamp(-1, piece.shape[1] - 1)  # -1: this row ended in an earlier pass
+            chunks = self.choose_chunks(*piece.shape)
+            new = self.prefill_model(piece, positions, self.cache, filled, select, chunks)[:, 0]
+            logits = new if logits is None else torch.where((last >= start)[:, None], new, logits)
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, tokens, positions, longest):
+        """Return logits (B, S, v) after each of a few more tokens (B, S) of each row, the first at its position (B,).
+
+        longest: tokens of the longest row after this pass, as for cache_length. Of tokens beyond the cache, which a
+        draft may propose, the logits are garbage.
+        """
+        positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        positions = positions.clamp(max=cache_slots(self.cache) - 1)
+        return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
+
+    def step(self, sequences, done, sample):
+        """Return [[the next id of a row], ...]. Of the sequences all but the last token is in the cache."""
+        logits = self.decode(*last_tokens(sequences, self.device))[:, 0]
+        return sample(logits, self.model.comm)[:, None].tolist()
+
+    def new_step(self, draft=None):
+        """Return the step of one generation: a function step(sequences, done, sample) -> the new ids of each row.
+
+        done: which rows have ended. On a GPU it starts the next step before it waits for the ids of this one; compiled,
+        it replays a CUDA graph. draft: with which it yields several ids, see extras/drafts.
+        """
+        if draft:
+            return functools.partial(draft.step, self)
+        if self.device.type == "cpu":
+            return self.step
+        from decoding.run_ahead import RunAhead
+
+        return RunAhead(self)
+
+    def cache_length(self, longest):
+        """Return how many slots of the cache a pass reads that takes the longest row to `longest` tokens.
+
+        On a GPU each is a CUDA graph of its own, so there are 2 for each doubling; the last one is the whole cache.
+        """
+        unit = 1 if self.device.type == "cpu" else max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
+        return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)
+
+    def choose_chunks(self, B, S):
+        """Return the number of chunks for a prefill pass of S tokens of B rows."""
+        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs nobody has measured a gain
+        overlaps = not self.compiles_prefill  # compiled, it waits for the chunks' sums at once: docs/exact.md
+        worth_it = on_cpus and overlaps and B * S >= MIN_TOKENS
+        return min(S, self.chunks or (2 if worth_it else 1))
+
+    def unguarded(self):
+        """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""
+        if (self.compiles or self.compiles_prefill) and self.device.type == "cpu":
+            return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+        return contextlib.nullcontext()
+
+
 # ---- Decoding --------------------------------------------------------------------------------------------------------
 
 
 class Generation:
     """Continues every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
-    Iterate over it, once: each pass yields a list with the new ids of each row, empty for a row that is done. The
-    caller may stop early, and what it does between passes is not timed.
+    Iterate over it, once: each step yields a list with the new ids of each row, empty for a row that is done. The
+    caller may stop early. What it does between steps is not timed; on a GPU the next step runs meanwhile.
 
-    runner: its cache has slots for the longest prompt and max_new_tokens.
-    prompts: non-empty lists of token ids, of any lengths. sample: a Sampler or, without a draft, a function like its
-    __call__. draft: one of extras/drafts, with which a pass may yield several tokens of a row. cached_tokens: see
-    Runner.prefill. The iteration raises InputError if logits are not finite.
+    runner: its cache has slots for the longest prompt and max_new_tokens. prompts: non-empty lists of token ids, of any
+    lengths. sample: a Sampler or a callable like it. draft: one of extras/drafts, with which a step may yield several
+    tokens of a row, and which needs a Sampler. cached_tokens: see Runner.prefill. The iteration raises InputError if
+    logits are not finite.
     """
 
     def __init__(self, runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None, cached_tokens=0):
@@ -77,36 +177,30 @@ class Generation:
         self.rows = [[] for _ in prompts]  # the new ids of each row, without end-of-sequence
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
-        self.passes = 0  # of decode
-        self.prefill_s = self.decode_s = 0.0  # seconds: to the first token; in all later passes
+        self.steps = 0  # of decode
+        self.prefill_s = self.decode_s = 0.0  # seconds: to the first tokens; in all later steps
 
     @torch.inference_mode()
     def __iter__(self):
-        runner, draft = self.runner, self.draft
-        # step(sequences, sample) -> ids (B,): the model on each row's last token, then the sampler: Runner.next_tokens
-        step = runner.plain_step()  # on a GPU it queues the next step before it waits for this one's ids
-        place.at("prefill")
+        runner, step = self.runner, self.runner.new_step(self.draft)
+        progress.at("prefill")
         start = time.perf_counter()
-        if draft:
-            draft.begin(self.cached_tokens)
+        if self.draft:
+            self.draft.begin(self.cached_tokens)
         logits = runner.prefill(*pad(self.prompts, runner.device), self.cached_tokens)
         new = self.take(self.sample(logits, runner.model.comm)[:, None].tolist())  # tolist waits for the device
         self.prefill_s = time.perf_counter() - start
         yield new
         while not all(self.finish_reasons):
             start = time.perf_counter()
-            self.passes += 1
-            place.at("decode step", self.passes)
-            if draft:
-                new = draft.step(runner, self.sequences, self.finish_reasons, self.sample)
-            else:
-                new = step(self.sequences, self.sample)[:, None].tolist()
-            new = self.take(new)
+            self.steps += 1
+            progress.at("decode step", self.steps)
+            new = self.take(step(self.sequences, self.finish_reasons, self.sample))
             self.decode_s += time.perf_counter() - start
             yield new
 
     def take(self, new):
-        """Add the ids that a pass gave each row to its sequence, up to its end; return them without end-of-sequence."""
+        """Add the ids of a step to each row's sequence, up to its end; return them without end-of-sequence."""
         taken = [[] for _ in new]
         for row, ids in enumerate(new):
             for token in ids:
@@ -123,7 +217,7 @@ class Generation:
                 taken[row].append(token)
                 if len(self.sequences[row]) >= self.ends[row]:
                     self.finish_reasons[row] = "length"
-        place.at("output", timed=False)  # its reader may take a break
+        progress.at("output", timed=False)  # the caller may pause
         return taken
 
     @property
@@ -143,96 +237,42 @@ def generate(*args, **kwargs):
 # ---- The command line ------------------------------------------------------------------------------------------------
 
 
-def add_flags(p):
-    g = p.add_argument_group("model")
-    cli.add_model_flags(g, required=True)
-    words = 'torch.compile the decode step, with "all" the prefill too; needs a C++ compiler'
-    g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
-    cli.add_rank_flags(g, sharded=True)
-    cli.add_wiring_flags(p)
-    cli.add_prompt_flags(p)
-    g = p.add_argument_group("generation")
-    g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
-    g.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="T", help="0: greedy, 1: the model's")
-    g.add_argument("--top-k", type=count, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
-    words = "... among the likeliest of mass P, e.g. 0.95"
-    g.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0, metavar="P", help=words)
-    g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help="of sampling and prompts")
-    words = "speculative decoding: a smaller checkpoint, the text's own n-grams, or these weights in another wiring "
-    words += "propose K (3) tokens at a time; e.g. wiring:spd@2 is the wiring spd with K = 2"
-    g.add_argument("--draft", metavar="(DIR|ngram|wiring:NAME)[@K]", help=words)
-    cli.add_json_flag(g)
+def load(job):
+    """Load what a cli.Job asks for; returns (its Runner, its draft or None, {"load_s", "compile_s"}: seconds)."""
+    args, world, start = job.args, job.world, time.perf_counter()
+    model = load_model(job.config, args.checkpoint, args.dtype, world)
+    cache = make_cache(model, len(job.prompts), job.slots)
+    with world.together():
+        runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
+        runner.shows_progress, draft = world.rank == 0, None
+        if job.draft_source:
+            alone = launch.World(0, 1, world.device)  # a draft's own weights are not sharded
+            load_whole = functools.partial(load_model, dtype=args.dtype, world=alone)
+            draft = load_extra("drafts", "--draft").build(job.draft_source, runner, load_whole)
+    seconds = {"load_s": time.perf_counter() - start, "compile_s": 0.0}
+    if args.compile:
+        from runtime import compiling
 
-
-class Job:
-    """What the flags ask for, checked on all ranks before one loads. load() adds runner, draft, load_s, compile_s."""
-
-    def __init__(self, args, world):
-        self.args, self.world = args, world
-        with world.together():
-            if args.compile:
-                from runtime import compiling
-
-                compiling.prepare(world.device)
-            self.sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
-            self.name, stored = cli.read_config(args)
-            self.config = config = cli.with_wiring(stored, args)
-            self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
-            if args.checkpoint and world.rank == 0:
-                cli.warn_of_wiring(stored, config, world.shares)
-            chats, self.prompts = cli.is_chat(args), cli.read_prompts(args, config, self.tokenizer)
-            context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
-            self.max_new_tokens = cli.fit(args.max_new_tokens, self.prompts, context)  # as the context allows
-            self.slots = context if chats else max(map(len, self.prompts)) + self.max_new_tokens  # of the cache
-            self.draft_source = args.draft and load_extra("drafts", f"--draft {args.draft}").read_draft(
-                args.draft, config, args.checkpoint, world.tp_size
-            )
-            report.warn_of_memory(world, config, cli.read_dtype(args), len(self.prompts), self.slots)
-        source, contents = self.draft_source, {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
-        contents["--draft"] = source and (source.name, source.count)
-        world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)  # raises where ranks differ
-
-    def load(self):
-        """Load the model, and compile it if asked for. Raises InputError."""
-        args, world, start = self.args, self.world, time.perf_counter()
-        model = load_model(self.config, args.checkpoint, args.dtype, world)
-        cache = make_cache(model, len(self.prompts), self.slots)
-        with world.together():
-            self.runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
-            self.runner.shows_progress = world.rank == 0
-            self.draft = None
-            if self.draft_source:
-                alone = launch.World(0, 1, world.device)  # a draft's own weights are not sharded
-                load_whole = functools.partial(load_model, dtype=args.dtype, world=alone)
-                self.draft = load_extra("drafts", "--draft").build(self.draft_source, self.runner, load_whole)
-        self.load_s, self.compile_s = time.perf_counter() - start, 0.0
-        if args.compile:
-            from runtime import compiling
-
-            world.say("compiling ...")
-            self.compile_s = compiling.warm_up(self.runner, self.prompts, self.max_new_tokens, self.sample, self.draft)
+        world.say("compiling ...")
+        seconds["compile_s"] = compiling.warm_up(runner, job.prompts, job.max_new_tokens, job.sample, draft)
+    return runner, draft, seconds
 
 
 def main(argv=None):
-    parser = cli.Parser(__doc__)
-    add_flags(parser)
-    args = parser.parse_args(argv)
+    args = cli.parse_generation_flags(__doc__, argv)
     world = launch.join(args.device, vars(args))  # this rank and the others: rank, shares, device, group
-    job = Job(args, world)
-    job.load()
+    job = cli.Job(args, world)
+    runner, draft, seconds = load(job)
     if cli.is_chat(args):
-        return load_extra("chat", "--chat without a prompt").chat_on_terminal(job, Generation)
+        return load_extra("chat", "--chat without a prompt").chat_on_terminal(job, runner, draft, Generation)
     printer = cli.Printer(world.rank, job.prompts, job.tokenizer, job.max_new_tokens, show_prompt=args.chat is None)
-    generation = Generation(job.runner, job.prompts, job.max_new_tokens, job.sample, job.config.eos_ids, job.draft)
-    with job.runner.unguarded():  # on a CPU, skips torch.compile's guards, which take time in each step
+    generation = Generation(runner, job.prompts, job.max_new_tokens, job.sample, job.config.eos_ids, draft)
+    with runner.unguarded():
         for ids in generation:
             printer.push(ids)
-    result = report.result(job, generation, printer.finish(generation.rows))
+    result = report.result(job, generation, printer.finish(generation.rows)) | seconds
     world.say(report.summary(result))
-    if args.json and world.rank == 0:
-        from runtime import benchmarking, writing
-
-        writing.append_line(args.json, benchmarking.environment(world) | result)
+    report.append(args.json, result, world)
 
 
 if __name__ == "__main__":

@@ -20,68 +20,16 @@ from kernels import norms
 from kernels.positions import attention_metadata, rope_frequencies
 from runtime.errors import load_extra  # load_extra(NAME, what needs it) imports extras/NAME
 
-# ---- The collectives that a wiring uses ------------------------------------------------------------------------------
-
-
-class SingleDevice:
-    """The collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones."""
-
-    tp_size = 1  # ranks
-    lanes = 1  # partials that an all-reduce adds up: one of each rank, or several with extras/lanes
-
-    def start(self, partial):
-        """Start the all-reduce of a partial and return at once; the result is the argument of wait."""
-        return partial
-
-    def wait(self, pending):
-        """Return the sum of all ranks' partials."""
-        return pending
-
-    def settle(self, x, pending, newer=()):
-        """Return x + wait(pending). newer: what later starts returned; compiled, the wait comes after the last one."""
-        return x + pending
-
-    def pin(self, x, newer):
-        """Return x. Compiled, what reads it comes after the last start of `newer`."""
-        return x
-
-    def local_logits(self, logits):
-        """Return (local logits padded to whole blocks, equally wide on all ranks; their first token id; V)."""
-        return pad_logits(logits, logits.shape[-1]), 0, logits.shape[-1]
-
-    def all_gather(self, x):
-        """Return every rank's x, (tp_size, *x.shape)."""
-        return x[None]
-
-    def gather_logits(self, logits):
-        """Return the logits of the whole vocabulary (..., V) from the local ones (..., v)."""
-        return logits
-
-
-VOCAB_BLOCK = 16  # token ids: a rank holds whole blocks of the output head, and Sampler draws among blocks
-
-
-def pad_logits(logits, n):
-    """Pad local logits to n, rounded up to whole blocks, with the dtype's minimum, so that padding is never sampled."""
-    missing = -(-n // VOCAB_BLOCK) * VOCAB_BLOCK - logits.shape[-1]
-    return F.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min) if missing else logits
-
-
 # ---- The wirings -----------------------------------------------------------------------------------------------------
 #
-# A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. A stream is a generator that runs all
-# sublayers: it yields after each start, so that interleave can run other streams meanwhile, and finally x. Run eagerly,
-# pin and `newer` change nothing. They keep the compiler from moving waits to where nothing overlaps: see docs/code.md
-# and tests/test_wiring.py -k compiled_code.
+# A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. comm.start(partial) starts an
+# all-reduce; comm.settle(x, pending) waits for it and returns x plus the sum (SingleDevice, below; tp.TensorParallel).
+# A loop runs all sublayers. It is a generator: it yields after each start, so that interleave can run another chunk of
+# the prompt meanwhile, and finally x. pin and `newer` change no result: they keep the compiler from moving a wait to
+# where nothing overlaps (docs/code.md; tests/test_wiring.py -k compiled_code).
 
 
-def interleave(streams):
-    """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
-    *_, last = zip(*streams, strict=True)  # a round advances each stream to its next yield
-    return last
-
-
-def residual_stream(x, sublayers, comm, config):
+def residual_loop(x, sublayers, comm, config):
     """Run sublayers [(h, stale), ...]: each reads x without the last `stale` sums, which are still in flight.
 
     Of four sublayers, whose sums are s0, s1, ...; a ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})):
@@ -90,9 +38,9 @@ def residual_stream(x, sublayers, comm, config):
     ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
     ladder:1 of 2 layers           0 0 1 1    h0(x) h1(x+s0) h2(x+s0)    h3(x+s0+s1)
     """
-    in_flight = []  # sums, oldest first
+    in_flight = []  # all-reduces, oldest first
     for h, stale in sublayers:
-        if in_flight and len(in_flight) <= stale:  # nothing to settle yet
+        if in_flight and len(in_flight) <= stale:  # nothing to settle, which would hold h back until the last start
             x = comm.pin(x, newer=in_flight)
         while len(in_flight) > stale:  # all but the last `stale`, which travel while h computes
             x = comm.settle(x, in_flight.pop(0), newer=in_flight)
@@ -103,20 +51,27 @@ def residual_stream(x, sublayers, comm, config):
     yield x
 
 
-def delayed_stream(x, sublayers, comm, config):
+def interleave(loops):
+    """Run loops in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
+    *_, last = zip(*loops, strict=True)  # a round advances each loop to its next yield
+    return last
+
+
+def delayed_loop(x, sublayers, comm, config):
     """Run a ladder that reads its own rank's partials at once; only those of the other ranks arrive late."""
-    own = []  # this rank's partials of the sums in flight in residual_stream
+    own = []  # this rank's partials of the sums in flight in residual_loop
 
     def with_own(h, stale, x):
-        del own[: max(0, len(own) - stale)]  # residual_stream has added their sums to x
+        while len(own) > stale:  # residual_loop has added their sums to x
+            own.pop(0)
         own.append(h(sum(own, start=x)))
         return own[-1]
 
     delayed = [(functools.partial(with_own, h, stale), stale) for h, stale in sublayers]
-    return residual_stream(x, delayed, comm, config)
+    return residual_loop(x, delayed, comm, config)
 
 
-def desynced_stream(x, sublayers, comm, config):
+def desynced_loop(x, sublayers, comm, config):
     """Keep every n-th all-reduce (n = config.period) and the last; between them x drifts apart from rank to rank.
 
     AllReduce(x / lanes + h(x)) averages x and sums h's partials. upper-bound has no n and keeps none.
@@ -152,19 +107,19 @@ def attention_into_mlp(x, block, metadata, cache):
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """The sublayers, and what they read. Config.wiring is NAME[-K][:N][/L], e.g. ladder-2, ladder:8 or spd/8.
+    """The sublayers, and what they read. Config.wiring is NAME[-stale][:n][/lanes], e.g. ladder-2 or spd/8.
 
     What some wirings compute depends on the number of ranks. "spd/8" computes what eight ranks would: the eight shards,
-    called lanes, are dealt to 1, 2, 4 or 8 ranks, and each lane has a residual stream of its own.
+    called lanes, are dealt to 1, 2, 4 or 8 ranks, and each lane has an x of its own.
     """
 
     about: str  # its line of --help
     sublayers: tuple[Callable, ...] = (attention, mlp)  # of a block
-    blocks: int = 1  # how many run side by side: their attentions share an input and a sum, then their MLPs
-    stream: Callable = residual_stream  # runs the sublayers, as described above
-    stale: int = 0  # how many of the last sums a sublayer does not wait for; in NAME-K, K
+    blocks: int = 1  # how many run side by side: their attentions share an input and a sum, as do their MLPs
+    loop: Callable = residual_loop  # runs the sublayers, as described above
+    stale: int = 0  # how many of the last sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block
-    n_means: str | None = "layers"  # what N means: "layers", the last N; "period", every N-th sum; None: there is no N
+    n_means: str | None = "layers"  # what n means: "layers", the last n; "period", every n-th sum; None: there is no n
     depends_on_lanes: bool = False  # whether what it computes depends on the number of lanes
     small_loss: bool = False  # whether standard weights lose little by a few layers of it (benchmarks/quality.md)
     model: type | None = None  # its own subclass of Transformer, with a check(config); extras/lanes loads it
@@ -172,16 +127,16 @@ class Wiring:
 
 WIRINGS = {
     "standard": Wiring("the pre-norm Llama block", n_means=None),
-    "ladder": Wiring("every sublayer reads the stream one sublayer late", stale=1),
+    "ladder": Wiring("every sublayer reads x one sublayer late", stale=1),
     "parallel": Wiring("attention + MLP of one input", (attention_plus_mlp,), norms=("attention_norm",)),
     "parallel-ladder": Wiring("parallel, one block late", (attention_plus_mlp,), stale=1, norms=("attention_norm",)),
     "pair": Wiring("two neighbouring blocks of one input", blocks=2, small_loss=True),
     "pair-ladder": Wiring("pair, one sublayer late", blocks=2, stale=1),
     "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True, small_loss=True),
     "spd-ladder": Wiring("spd, one block late", (attention_into_mlp,), stale=1, depends_on_lanes=True),
-    "delayed": Wiring("a ladder, but own partials are on time", stream=delayed_stream, stale=1, depends_on_lanes=True),
-    "desync": Wiring("only every N-th sum (2)", stream=desynced_stream, n_means="period", depends_on_lanes=True),
-    "upper-bound": Wiring("no sums: a bound on speed", stream=desynced_stream, n_means=None, depends_on_lanes=True),
+    "delayed": Wiring("a ladder, but own partials are on time", loop=delayed_loop, stale=1, depends_on_lanes=True),
+    "desync": Wiring("only every N-th sum (N=2)", loop=desynced_loop, n_means="period", depends_on_lanes=True),
+    "upper-bound": Wiring("no sums: a bound on speed", loop=desynced_loop, n_means=None, depends_on_lanes=True),
 }
 WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the extra whose import adds it to WIRINGS
 
@@ -212,7 +167,7 @@ class Config:
     tie_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    wiring: str = "standard"  # see formats/fields.py
+    wiring: str = "standard"  # see Wiring
     # quantization
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns
@@ -256,14 +211,14 @@ class Config:
         _ = self.layer_wirings  # once, now: the compiler cannot trace how text is parsed
         fields.check(self)
 
-    parsed = functools.cached_property(lambda self: parse_wiring(self.wiring))  # its K, N, L: stale, parameter, lanes
+    parsed = functools.cached_property(lambda self: parse_wiring(self.wiring))
 
     @functools.cached_property
     def named_wiring(self):
         """The Wiring that `wiring` names."""
         stale, name = self.parsed.stale, self.parsed.name
         if name == "farskip" and not self.shared_expert_size:
-            name = "ladder"  # which it is without a shared expert
+            name = "ladder"  # farskip without a shared expert is a ladder
         return dataclasses.replace(WIRINGS[name], stale=stale) if stale else WIRINGS[name]
 
     fixed_lanes = property(lambda self: self.parsed.lanes)  # 8 in "spd/8"; None: as many as ranks
@@ -281,7 +236,7 @@ class Config:
 
     @property
     def mlps(self):
-        """{prefix of their matrices' names: neurons} of the MLPs that ranks share out."""
+        """{prefix of their matrices' names: neurons} of the sharded MLPs."""
         return load_extra("experts", "n_experts").mlps(self) if self.n_experts else {"": self.intermediate_size}
 
     @property
@@ -299,12 +254,12 @@ def rewired(config, wiring):
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (i, i + R/2) of the first R of the H dimensions of x (B, K, *, S, H) by its angle.
+    """Turn each pair (i, i + R/2) of the first R of the H dimensions of x (B, K, G or 1, S, H) by its angle.
 
     cos, sin: (B, 1, 1, S, R/2).
     """
     R = 2 * cos.shape[-1]
-    # contiguous in this order: a head is one long loop, not a short one for each position
+    # contiguous in this order: one long loop for each head, not S short ones
     a, b, rest = x.float(memory_format=torch.contiguous_format).tensor_split((R // 2, R), dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).type_as(x)
 
@@ -338,7 +293,8 @@ class Attention(nn.Module):
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D).
 
-        metadata: kernels/positions.py: rope, masks, positions. cache: None or (k, v), both (B, K, T, H), written to.
+        metadata: kernels/positions.py: rope, masks, positions; the same for all layers. cache: None or (k, v), both
+        (B, K, T, H), written to.
         """
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, *, S, H)
@@ -352,10 +308,10 @@ class Attention(nn.Module):
         if metadata.query_scale is not None:
             q = (q * metadata.query_scale).type_as(q)
         if cache is not None:
-            cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)
+            cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)  # (B, S, K, H)
             cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
         mask = metadata.window_mask if self.window else metadata.mask
-        if mask is None:  # causal, and no keys before these
+        if mask is None:  # causal, and no keys before these; never with a score_cap
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
             y = self.attend(q, *(cache or (k, v)), mask, metadata.positions)
@@ -367,7 +323,7 @@ class Attention(nn.Module):
     def new_cache(self, batch, length, device, dtype):
         """Return (k, v) of `length` slots, both (B, K, T, H), zeroed."""
         shape = batch, self.n_kv_heads, length, self.head_dim
-        return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
+        return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
 
     def attend(self, q, k, v, mask, positions):
         """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
@@ -402,10 +358,10 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        kind = Attention
+        make_attention = Attention
         if layer in config.linear_layers:
-            kind = load_extra("linear_attention", "linear_layers").GatedDeltaNet
-        self.attention = kind(config, layer)
+            make_attention = load_extra("linear_attention", "linear_layers").GatedDeltaNet
+        self.attention = make_attention(config, layer)
         if config.n_experts and layer not in config.dense_layers:
             self.feed_forward = load_extra("experts", "n_experts").MoE(config)
         else:
@@ -418,18 +374,18 @@ class Block(nn.Module):
 
 
 def list_sublayers(config, layers, metadata=None, cache=None):
-    """Return [(h, stale)] of all layers, in order, as a stream takes them."""
+    """Return [(h, stale)] of all layers, in order: h(x) is attention(x, block, metadata, cache) or another sublayer."""
     sublayers, i = [], 0
     while i < config.n_layers:
         wiring = config.layer_wirings[i]
-        group = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
-        sublayers += [(functools.partial(_add_partials, h, group), wiring.stale) for h in wiring.sublayers]
+        side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
+        sublayers += [(functools.partial(_add_partials, h, side_by_side), wiring.stale) for h in wiring.sublayers]
         i += wiring.blocks
     return sublayers
 
 
-def _add_partials(sublayer, group, x):  # group: of the blocks that run side by side, usually one
-    first, *others = [sublayer(x, *arguments) for arguments in group]
+def _add_partials(sublayer, side_by_side, x):  # usually there is one
+    first, *others = [sublayer(x, *arguments) for arguments in side_by_side]
     return sum(others, start=first)
 
 
@@ -441,8 +397,8 @@ def cache_slots(cache):
 class Transformer(nn.Module):
     """The whole model, or the shard of a rank: tp.load_shard makes it, and generate.load_model sets `comm`.
 
-    forward makes a stream for each chunk of the prompt (usually there is one); each runs all sublayers. A standard
-    layer: x = x + AllReduce(attention(attention_norm(x))), x = x + AllReduce(feed_forward(ffn_norm(x))).
+    forward makes a loop over all sublayers for each chunk of the prompt; usually there is one. A standard layer:
+    x = x + AllReduce(attention(attention_norm(x))), x = x + AllReduce(feed_forward(ffn_norm(x))).
     """
 
     def __init__(self, config):
@@ -467,19 +423,19 @@ class Transformer(nn.Module):
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
         cache: as new_cache makes it, written in place, or None. With a cache, linear attention stores no token after
-        `select`; with -1, none. chunks: how many to cut the sequence into: one computes while another's partials are
-        summed. More than 1 needs a cache.
+        `select`; with -1, none. chunks: how many to cut the sequence into; one computes while another's partials are
+        summed. More than 1 need a cache.
         """
-        x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, select, chunks)), dim=1)
+        x = torch.cat(interleave(self.loops(tokens, positions, cache, cache_length, select, chunks)), dim=1)
         return self.head(x, select)
 
-    def streams(self, tokens, positions, cache, cache_length, select, chunks):
-        """Yield the stream of each chunk of the sequence; the arguments are those of forward.
+    def loops(self, tokens, positions, cache, cache_length, select, chunks):
+        """Yield the loop of each chunk of the sequence; the arguments are those of forward.
 
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
         """
         S, fresh = tokens.shape[1], positions is None
-        max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: decoding/runner.py
+        max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: decoding/batch.py
         n_keys = 0 if fresh else cache_length - S  # in the cache before the next chunk
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
@@ -488,20 +444,20 @@ class Transformer(nn.Module):
             causal = fresh and n_keys == 0  # it attends to nothing but itself, and needs no mask
             n_keys += chunk.shape[1]
             keys = None if causal else torch.arange(n_keys, device=tokens.device)
-            yield self.stream(self.embed(chunk), attention_metadata(self, at, keys, max_length, last), cache)
+            yield self.loop(self.embed(chunk), attention_metadata(self, at, keys, max_length, last), cache)
 
     def embed(self, tokens):
         """Return the embeddings (B, S, D) of tokens (B, S)."""
         x, scale = self.tok_embeddings(tokens), self.config.embedding_scale
         return x if scale is None else x * x.new_full((), scale)  # rounded to x's dtype, as Gemma was trained
 
-    def stream(self, x, metadata, cache=None):
-        """Return the stream from the embeddings x (B, S, D) to the last layer."""
+    def loop(self, x, metadata, cache=None):
+        """Return the loop from the embeddings x (B, S, D) to the last layer."""
         comm = self.comm
         if self.config.sum_norms:
             comm = norms.NormedSums(comm, [n for b in self.layers for n in (b.attention_sum_norm, b.ffn_sum_norm)])
         sublayers = list_sublayers(self.config, self.layers, metadata, cache)
-        return self.config.named_wiring.stream(x, sublayers, comm, self.config)
+        return self.config.named_wiring.loop(x, sublayers, comm, self.config)
 
     def head(self, x, select=None):
         """Return the logits of the last layer's x (B, S, D); select: as in forward."""
@@ -531,3 +487,50 @@ def build(config):
             for name, parameter in model.tok_embeddings.named_parameters():
                 setattr(model.output, name, parameter)
     return model
+
+
+# ---- The collectives of a single device, and what the output head shares with tp.py ---------------------------------
+
+
+class SingleDevice:
+    """The collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones."""
+
+    tp_size = 1  # ranks
+    lanes = 1  # partials that an all-reduce adds up: one from each rank, or several with extras/lanes
+
+    def start(self, partial):
+        """Start the all-reduce of a partial and return at once; the result is the argument of wait."""
+        return partial
+
+    def wait(self, pending):
+        """Return the sum of all ranks' partials."""
+        return pending
+
+    def settle(self, x, pending, newer=()):
+        """Return x + wait(pending). newer: the all-reduces started since; compiled, it waits after the last start."""
+        return x + pending
+
+    def pin(self, x, newer):
+        """Return x. Compiled, what reads it comes after the last start in `newer`."""
+        return x
+
+    def local_logits(self, logits):
+        """Return (local logits padded to whole blocks, equally wide on all ranks; their first token id; V)."""
+        return pad_logits(logits, logits.shape[-1]), 0, logits.shape[-1]
+
+    def all_gather(self, x):
+        """Return every rank's x, (tp_size, *x.shape)."""
+        return x[None]
+
+    def gather_logits(self, logits):
+        """Return the logits of the whole vocabulary (..., V) from the local ones (..., v)."""
+        return logits
+
+
+VOCAB_BLOCK = 16  # token ids: a rank holds whole blocks of the output head, and Sampler draws among blocks
+
+
+def pad_logits(logits, n):
+    """Pad local logits to n, rounded up to whole blocks, with the dtype's minimum, so that padding is never sampled."""
+    missing = -(-n // VOCAB_BLOCK) * VOCAB_BLOCK - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min) if missing else logits

@@ -1,7 +1,8 @@
-"""Tensor parallelism: which rank holds what of the weights, and the collectives of a forward pass.
+"""Tensor parallelism: the collectives of a forward pass, and which rank holds what of the weights.
 
 Rank and shares are arguments, so one process can build the shard of any rank. shares: the relative sizes of the
-ranks' parts, (1, 1) for two equal ones. Shape letters: model.py.
+ranks' parts, (1, 1) for two equal ones. Ranges are first, end of heads and start, stop of rows or columns, without
+the last one. Shape letters: model.py.
 """
 
 import math
@@ -14,8 +15,54 @@ from tqdm import tqdm
 from formats.checkpoint import check_shape, read_slice
 from kernels import cpu
 from model import VOCAB_BLOCK, build, pad_logits
-from runtime import place  # what a rank is doing, to say where one hangs or fails
-from runtime.errors import InputError, load_extra
+from runtime.errors import InputError, load_extra, progress
+
+# ---- The collectives -------------------------------------------------------------------------------------------------
+
+
+class TensorParallel:
+    """The collectives of a process group, one of --comm's (runtime/launch.py); SingleDevice says what they mean."""
+
+    def __init__(self, config, shares, group):
+        from kernels import ordered  # noqa: F401, defines torch.ops.ladder
+
+        self.tp_size = self.lanes = len(shares)
+        self.vocab_size, self.group_name = config.vocab_size, group.group_name
+        ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
+        self.first_id, self.sizes = ranges[group.rank()][0], [stop - start for start, stop in ranges]
+
+    def start(self, partial):
+        return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group_name)
+
+    def wait(self, pending):
+        return torch.ops._c10d_functional.wait_tensor(pending)
+
+    def settle(self, x, pending, newer=()):
+        """Return x + wait(pending). Compiled, the wait comes after the last start in `newer`: docs/code.md.
+
+        The compiler does not look into the operators of kernels/ordered.py. It runs them after that start, since its
+        result is an input, which they do not use, and before the next sublayer, which reads their result.
+        """
+        if not newer:
+            return x + self.wait(pending)
+        if x.is_cuda:  # the addition is the compiler's, which fuses it with the next norm
+            torch.ops.ladder.wait_after(pending, newer[-1])  # declared to write `pending`, so it runs before that
+            return x + pending
+        return torch.ops.ladder.settle(x, pending, newer[-1])
+
+    def pin(self, x, newer):
+        return torch.ops.ladder.settle(x, None, newer[-1])  # a copy of x: there is nothing to add
+
+    def local_logits(self, logits):
+        return pad_logits(logits, max(self.sizes)), self.first_id, self.vocab_size
+
+    def all_gather(self, x):
+        return torch.ops.ladder.gather(x, self.tp_size, self.group_name)
+
+    def gather_logits(self, logits):
+        shards = self.all_gather(self.local_logits(logits)[0])
+        return torch.cat([shard[..., :n] for shard, n in zip(shards, self.sizes, strict=True)], -1)
+
 
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
 
@@ -35,9 +82,9 @@ def split_range(n, rank, shares, name=None):
 def head_ranges(config, rank, shares):
     """Return ([row ranges of wqkv], [column ranges of wo]) of a rank; the order of the rows: model.Attention.
 
-    Up to K ranks get whole KV heads with their query heads. With more, rank r gets a copy of KV head r * K // tp_size,
-    and the ranks with the same one divide its query heads by their shares: of 2 KV heads on 3 ranks, ranks 0 and 1 get
-    head 0 and a part of its query heads each, rank 2 gets head 1 with all of them, whatever its share.
+    Up to K ranks get whole KV heads with their query heads: of 4 KV heads, three equal ranks get 2, 1 and 1. With more
+    ranks, rank r gets a copy of KV head r * K // tp_size, and the ranks with the same one divide its query heads by
+    their shares: of 2 KV heads on 3 ranks, ranks 0 and 1 share head 0's query heads, and rank 2 has head 1 whole.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
@@ -56,13 +103,7 @@ def head_ranges(config, rank, shares):
 
 def neuron_range(config, neurons, rank, shares):
     """Return the range of an MLP's neurons that a rank holds: rows of w1 and w3, columns of w2."""
-    unit = 1  # neurons that stay together
-    if config.n_experts and neurons % 8 == 0:
-        unit = 8  # torch._grouped_mm on a GPU takes rows of a multiple of 16 bytes
-    if config.group_size and "w2" not in config.kept:  # int4: a group of w2's columns has one scale
-        from kernels import int_linear
-
-        unit = int_linear.column_unit(config, neurons, least_ranks=sum(shares) / min(shares))
+    unit = neuron_unit(config, neurons, shares)
     units = neurons // unit
     if len(shares) > units:
         groups = f" in groups of {unit}" if unit > 1 else ""
@@ -72,6 +113,15 @@ def neuron_range(config, neurons, rank, shares):
         raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
     start, stop = split_range(units, rank, shares, "parts of the MLP")
     return start * unit, stop * unit
+
+
+def neuron_unit(config, neurons, shares):
+    """Return how many neurons stay together: 1, but for int4 and for experts."""
+    if config.group_size and "w2" not in config.kept:  # int4: a group of w2's columns has one scale
+        from kernels import int_linear
+
+        return int_linear.column_unit(config, neurons, least_ranks=sum(shares) / min(shares))
+    return 8 if config.n_experts and neurons % 8 == 0 else 1  # torch._grouped_mm takes rows of a multiple of 16 bytes
 
 
 def vocab_range(vocab_size, rank, shares):
@@ -97,13 +147,16 @@ def shard_plan(config, rank, shares):
         plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, end)
     if config.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
         (start, stop), H = wo[0], config.head_dim
-        group = N // config.n_kv_heads * H  # columns of a KV head's queries
-        first, end = start // group, -(-stop // group)  # KV heads, those shared with other ranks too
+        width = N // config.n_kv_heads * H  # columns of a KV head's queries
+        first, end = start // width, -(-stop // width)  # KV heads, those shared with other ranks too
         plan |= {"q_norm": (0, wo), "k_norm": (0, [(first * H, end * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
         plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
     return plan
+
+
+ALL, NOTHING = None, []  # ranges of a ShardSlice: the whole tensor; none of it, and zeros instead
 
 
 class ShardSlice(NamedTuple):
@@ -112,8 +165,8 @@ class ShardSlice(NamedTuple):
     shape: tuple
     dtype: torch.dtype
     dim: int
-    ranges: list | None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: none, zeros instead
-    columns: int  # how many of the matrix a stored number covers: 1, or with int4 2 (a byte) or group_size (a scale)
+    ranges: list | None  # [(start, stop), ...] of the matrix along dim, joined; or ALL or NOTHING
+    columns: int  # of the matrix for each stored number: 1; int4: 2 for a byte, group_size for a scale
 
 
 def shard_slices(model, dtype, rank, shares):
@@ -126,22 +179,24 @@ def shard_slices(model, dtype, rank, shares):
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
-        owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
-        dim, ranges = plan.get(owner.split(".", 3)[-1], (0, None))  # planned as "wo"; else held whole
-        shape, columns = list(whole.shape), 1
-        if dim == 1:  # row-parallel: what has numbers for columns is cut
-            if tensor == "bias":  # added to a partial sum: by rank 0 alone
-                dim, ranges = 0, (None if rank == 0 else [])
-            elif whole.shape[-1] == 1:  # the scale of a row
-                ranges = None
-            else:
-                columns = model.get_submodule(path).in_features // whole.shape[-1]
-        dim += whole.dim() == 3  # (experts, rows, columns)
+        owner = name if path.endswith(".attention") else path  # a parameter of linear attention, which no linear has
+        dim, ranges = plan.get(owner.split(".", 3)[-1], (0, ALL))  # planned as "wo"
+        row_parallel, columns, shape = dim == 1, 1, list(whole.shape)
+        if row_parallel and tensor == "bias":  # added to a partial sum: by rank 0 alone
+            dim, ranges = 0, (ALL if rank == 0 else NOTHING)
+        elif row_parallel and whole.shape[-1] == 1:  # the scale of a row
+            ranges = ALL
+        elif row_parallel:
+            columns = model.get_submodule(path).in_features // whole.shape[-1]
+        dim += whole.dim() == 3  # dimension 0: experts
         if ranges:  # a cut within a group of int4 makes its groups smaller: int_linear.regroup
             shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
         stored = dtype if whole.is_floating_point() else whole.dtype
         slices[name] = ShardSlice(tuple(shape), stored, dim, ranges, columns)
     return slices
+
+
+# ---- Loading ---------------------------------------------------------------------------------------------------------
 
 
 def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddings=None):
@@ -159,7 +214,7 @@ def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddin
         model.tok_embeddings = tok_embeddings
         slices = {name: piece for name, piece in slices.items() if not name.startswith("tok_embeddings.")}
     for name, piece in tqdm(slices.items(), desc="loading", unit="tensor", delay=1, disable=rank > 0 or None):
-        place.at("load of", name)
+        progress.at("load of", name)
         check_shape(weights, name, model.get_parameter(name).shape)
         _set_parameter(model, name, read_slice(weights, name, piece, device))
     if config.tie_embeddings:
@@ -175,85 +230,3 @@ def _set_parameter(model, name, tensor):
     setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))
     if isinstance(module, nn.Linear) and attribute == "weight":  # Attention counts its heads by these
         module.out_features, module.in_features = tensor.shape
-
-
-# ---- The collectives -------------------------------------------------------------------------------------------------
-# --comm NAME: once the ranks have met, each calls COLLECTIVES[NAME](world), which returns the process group that
-# TensorParallel sums with, or raises InputError on all ranks alike. An extra adds its own when imported. The first line
-# of the docstring is the help of --comm. world: runtime/launch.py.
-
-
-def connect_auto(world):
-    """Shared-memory on CPUs of one node, one-shot on GPUs of one if it is faster; else library."""
-    on_gpus = world.device.type == "cuda"
-    try:
-        if on_gpus:
-            return collective("one-shot")(world, if_faster=True)
-        if len({*world.nodes}) == 1:
-            return collective("shared-memory")(world)
-    except InputError as e:
-        world.say(f"{'NCCL' if on_gpus else 'gloo'} carries the all-reduces: {e}")
-    return world.group
-
-
-def connect_library(world):
-    """Sum by gloo or NCCL."""
-    return world.group
-
-
-COLLECTIVES = {"auto": connect_auto, "library": connect_library}
-
-
-def collective(name):
-    """Return the function of COLLECTIVES of this name, if need be from extras/collectives. Raises InputError."""
-    if name not in COLLECTIVES:
-        load_extra("collectives", f"--comm {name}")
-    if name not in COLLECTIVES:
-        raise InputError(f"--comm {name} is unknown: use one of {', '.join(sorted(COLLECTIVES))}")
-    return COLLECTIVES[name]
-
-
-class TensorParallel:
-    """The collectives of a process group; see SingleDevice in model.py for their meaning."""
-
-    def __init__(self, config, shares, group):
-        from kernels import ordered  # noqa: F401, defines torch.ops.ladder
-
-        self.tp_size = self.lanes = len(shares)  # one lane a rank; for more, extras/lanes wraps this
-        self.vocab_size, self.group_name = config.vocab_size, group.group_name
-        ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
-        self.first_id, self.sizes = ranges[group.rank()][0], [stop - start for start, stop in ranges]
-
-    def start(self, partial):
-        return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group_name)
-
-    def wait(self, pending):
-        return torch.ops._c10d_functional.wait_tensor(pending)
-
-    def settle(self, x, pending, newer=()):
-        """Return x + wait(pending); compiled, the wait comes after the newest start: docs/code.md.
-
-        The operators of kernels/ordered.py are opaque to the compiler. It runs them after that start, which is an input
-        that they do not use, and before the next sublayer, which reads their result.
-        """
-        if not newer:
-            return x + self.wait(pending)
-        if not x.is_cuda:
-            return torch.ops.ladder.settle(x, pending, newer[-1])
-        # On a GPU a plain addition, which fuses with the next norm. wait_after is declared to write `pending`, so it
-        # runs before the addition.
-        torch.ops.ladder.wait_after(pending, newer[-1])
-        return x + pending
-
-    def pin(self, x, newer):
-        return torch.ops.ladder.settle(x, None, newer[-1])  # a copy of x: there is nothing to add
-
-    def local_logits(self, logits):
-        return pad_logits(logits, max(self.sizes)), self.first_id, self.vocab_size
-
-    def all_gather(self, x):
-        return torch.ops.ladder.gather(x, self.tp_size, self.group_name)
-
-    def gather_logits(self, logits):
-        shards = self.all_gather(self.local_logits(logits)[0])
-        return torch.cat([shard[..., :n] for shard, n in zip(shards, self.sizes, strict=True)], -1)

@@ -21,11 +21,11 @@ if __name__ == "__main__":  # before torch loads OpenMP: threads that spin on wo
 import numpy
 import torch
 
-from decoding.runner import Runner, make_cache, pad
+from decoding.batch import make_cache, pad
 from extras.measure import results
 from extras.measure.exposed import replays
 from formats.sizes import named_size
-from generate import load_model
+from generate import Runner, load_model
 from runtime import cli, launch, writing
 from runtime.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
 from runtime.cli import count, number

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import generate
-from runtime import ending  # noqa: F401, as launch.run does
 
 ROOT = Path(__file__).parents[1]
 

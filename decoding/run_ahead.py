@@ -1,30 +1,30 @@
-"""Plain decoding on a GPU: it gets the next pass before the host has read the ids of the last one."""
+"""Plain decoding on a GPU: it gets the next step before the host has read the ids of the last one."""
 
 import torch
 
-from decoding.runner import last_tokens
+from decoding.batch import last_tokens
 
 
 class RunAhead:
-    """Runner.next_tokens of one generation, a pass ahead: the tokens and positions of each pass stay on the GPU.
+    """Runner.step of one generation, a step ahead: the tokens and positions of each step stay on the GPU.
 
-    Compiled, a pass and the choice of its tokens are the replay of one CUDA graph.
+    Compiled, a step and the choice of its tokens are the replay of one CUDA graph.
     """
 
     def __init__(self, runner):
-        self.runner, self.ahead = runner, None  # ahead: what advance returned for the pass in flight
+        self.runner, self.ahead = runner, None  # ahead: what advance returned for the step in flight
 
-    def __call__(self, sequences, sample):
-        """Return the next token ids (B,), on the CPU. After the first call only their lengths count."""
+    def __call__(self, sequences, done, sample):
+        """Return [[the next id of a row], ...]. After the first call only the lengths of the sequences count."""
         runner, longest = self.runner, max(map(len, sequences))
         if self.ahead is None:
             self.ahead = self.advance(*last_tokens(sequences, runner.device)[:2], longest, sample)
         ids, *inputs = self.ahead
-        read = ids.to("cpu", non_blocking=True, copy=True)  # the next pass may overwrite them
+        read = ids.to("cpu", non_blocking=True, copy=True)  # the next step may overwrite them
         copied = torch.cuda.current_stream(runner.device).record_event()
         self.ahead = self.advance(*inputs, min(longest + 1, runner.model.config.max_seq_len), sample)
         copied.synchronize()
-        return read
+        return read[:, None].tolist()
 
     @torch.inference_mode()
     def advance(self, tokens, positions, longest, sample):

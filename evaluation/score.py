@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from decoding.runner import pad
-from runtime import place
+from decoding.batch import pad
+from runtime.errors import progress
 
 SEPARATOR = "<|endoftext|>"  # between two documents of a text
 MAX_LOGITS = 2**22  # logits converted to float64 at once: those of a whole window may take gigabytes
@@ -36,7 +36,7 @@ def predictions(models, documents, size, stride, batch, show=False):
     plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
     device, step = models[0].device, max(1, MAX_LOGITS // models[0].config.vocab_size)
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=None if show else True):
-        place.at("scoring of batch", i // batch)
+        progress.at("scoring of batch", i // batch)
         rows = plan[i : i + batch]
         tokens, _ = pad([ids[start:stop] for ids, start, stop, _ in rows], device)
         logits = [model(tokens[:, :-1]) for model in models]
@@ -46,7 +46,7 @@ def predictions(models, documents, size, stride, batch, show=False):
                 pairs = zip(models, logits, strict=True)
                 whole = [model.comm.gather_logits(each[row, begin - 1 : end - 1]) for model, each in pairs]
                 yield [each.double().log_softmax(-1) for each in whole], tokens[row, begin:end]
-    place.at("scoring", timed=False)
+    progress.at("scoring", timed=False)
 
 
 def total_nats(model, documents, size, stride, batch, show=False):

@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 from kernels import cpu
 from kernels.positions import rope_frequencies
 from model import Config
-from runtime import place
-from runtime.errors import InputError
+from runtime.errors import InputError, progress
 
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
@@ -158,7 +157,19 @@ class Weights:
             for i in range(0, len(chunk), step):
                 source = self.read(name).narrow(dim, a, b - a)  # read anew, which frees the pages copied before
                 chunk[i : i + step].copy_(source[i : i + step])
-                place.beat()
+                progress.beat()
+
+
+def open_weights(folder, config, device):
+    """Return the Weights of a folder, or random ones where it is None. Raises InputError if there are more layers."""
+    if folder is None:
+        from formats.sizes import RandomWeights
+
+        return RandomWeights(config, device)
+    weights = Weights(folder)
+    if more := [name for name in weights.names() if name.startswith(f"layers.{config.n_layers}.")]:
+        raise InputError(f"{folder} has a tensor {more[0]}, but its config has n_layers {config.n_layers}")
+    return weights
 
 
 def chosen_dtype(name, weights, tensor="norm.weight"):

@@ -5,16 +5,19 @@ import math
 import os
 import sys
 import textwrap
+import zlib
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from decoding.batch import Sampler
 from formats import checkpoint
-from formats.tokenizer import TextStream
-from model import WIRINGS, WIRINGS_IN_EXTRAS, residual_stream, rewired
-from runtime.errors import InputError
-from tp import COLLECTIVES
+from formats.tokenizer import TextStream, load_tokenizer
+from model import WIRINGS, WIRINGS_IN_EXTRAS, residual_loop, rewired
+from runtime import report
+from runtime.errors import InputError, load_extra
+from runtime.launch import COLLECTIVES
 
 CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
 
@@ -145,7 +148,7 @@ def with_wiring(config, args):
 
 def is_standard_in_one_lane(w):
     """Return whether a Wiring computes with one lane what standard computes; with one norm, parallel's."""
-    return w.depends_on_lanes and len(w.norms) > 1 and (w.stream is not residual_stream or not w.stale)
+    return w.depends_on_lanes and len(w.norms) > 1 and (w.loop is not residual_loop or not w.stale)
 
 
 def warn_of_wiring(own, config, shares):
@@ -286,3 +289,59 @@ class Printer:
             for prompt, text in zip(self.prompts, texts, strict=True):
                 print(f"--- {self.tokenizer.decode(prompt)}{text}")
         return texts
+
+
+# ---- generate.py's flags ---------------------------------------------------------------------------------------------
+
+
+def parse_generation_flags(description, argv=None):
+    """Return the values of generate.py's flags."""
+    p = Parser(description)
+    g = p.add_argument_group("model")
+    add_model_flags(g, required=True)
+    words = 'torch.compile the decode step, with "all" the prefill too; needs a C++ compiler'
+    g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
+    add_rank_flags(g, sharded=True)
+    add_wiring_flags(p)
+    add_prompt_flags(p)
+    g = p.add_argument_group("generation")
+    g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
+    g.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="T", help="0: greedy, 1: the model's")
+    g.add_argument("--top-k", type=count, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
+    words = "... among the likeliest of mass P, e.g. 0.95"
+    g.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0, metavar="P", help=words)
+    g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help="of sampling and prompts")
+    words = "speculative decoding: a smaller checkpoint, the text's own n-grams, or these weights in another wiring "
+    words += "propose K (3) tokens at a time; e.g. wiring:spd@2 is the wiring spd with K = 2"
+    g.add_argument("--draft", metavar="(DIR|ngram|wiring:NAME)[@K]", help=words)
+    add_json_flag(g)
+    return p.parse_args(argv)
+
+
+class Job:
+    """What generate.py's flags ask for, checked on all ranks before one of them loads weights. Raises InputError."""
+
+    def __init__(self, args, world):
+        self.args, self.world = args, world
+        with world.together():
+            if args.compile:
+                from runtime import compiling
+
+                compiling.prepare(world.device)
+            self.sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
+            self.name, stored = read_config(args)
+            self.config = config = with_wiring(stored, args)
+            self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
+            if args.checkpoint and world.rank == 0:
+                warn_of_wiring(stored, config, world.shares)
+            chats, self.prompts = is_chat(args), read_prompts(args, config, self.tokenizer)
+            context = min(CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
+            self.max_new_tokens = fit(args.max_new_tokens, self.prompts, context)  # as the context allows
+            self.slots = context if chats else max(map(len, self.prompts)) + self.max_new_tokens  # of the cache
+            self.draft_source = args.draft and load_extra("drafts", f"--draft {args.draft}").read_draft(
+                args.draft, config, args.checkpoint, world.tp_size
+            )
+            report.warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)
+        source, contents = self.draft_source, {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
+        contents["--draft"] = source and (source.name, source.count)
+        world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)  # raises where ranks differ

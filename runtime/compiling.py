@@ -10,11 +10,11 @@ import time
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from decoding.runner import Sampler, pad
+from decoding.batch import Sampler, pad
 from kernels.int_linear import recast, swap
 from model import Attention, cache_slots
-from runtime import cxx, place
-from runtime.errors import find_extra
+from runtime import cxx
+from runtime.errors import find_extra, progress
 
 KEY_BLOCK = 128  # keys in a block, which a row may skip; a multiple of the tiles of PyTorch's kernels
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
@@ -107,13 +107,13 @@ def compiled(model, decode, prefill):
 @contextlib.contextmanager
 def during(phase):
     """Stay in a phase that may take any time, whatever the block notes, and then return to where this rank was."""
-    fixed, here, before = place.fixed, place.here, (place.here.phase, place.here.step, place.here.timed)
-    here.phase, here.step, here.timed, place.fixed = phase, None, False, True
+    before = progress.fixed, progress.phase, progress.step, progress.timed
+    progress.fixed, progress.phase, progress.step, progress.timed = True, phase, None, False
     try:
         yield
     finally:
-        here.phase, here.step, here.timed, place.fixed = *before, fixed
-        place.beat()  # perhaps of one rank alone
+        progress.fixed, progress.phase, progress.step, progress.timed = before
+        progress.beat()  # perhaps of one rank alone
 
 
 @contextlib.contextmanager
@@ -147,7 +147,7 @@ def compile_ahead(runner, prompts):
 
     ahead, runner.decode_model = True, torch.compile(runner.model, fullgraph=True, dynamic=False, backend=backend)
     with _compiling(), contextlib.suppress(InterruptedError):
-        runner.next_tokens([[*prompt, 0] for prompt in prompts], Sampler(0))
+        runner.step([[*prompt, 0] for prompt in prompts], None, Sampler(0))
     ahead = False
 
 
@@ -173,6 +173,6 @@ def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
                 for proposals in draft.counts:
                     draft.warm_up(runner, sequences, proposals)
             else:
-                runner.plain_step()(sequences, sample).tolist()  # waits for the device
+                runner.new_step()(sequences, None, sample)
     sample.generator.set_state(state)
     return time.perf_counter() - start

@@ -1,5 +1,9 @@
-"""Why a run ends: errors that a user can mend, such as a missing extra, and what ranks find out about each other."""
+"""Why a run ends: errors that a user can mend, such as a missing extra, and what ranks find out about each other.
 
+And where: `progress` says what this process is doing, for messages and for extras/watch, which finds hanging ranks.
+"""
+
+import dataclasses
 import importlib
 import importlib.util
 
@@ -27,3 +31,31 @@ def load_extra(name, what):
     if (extra := find_extra(name)) is None:
         raise InputError(f"{what} needs the folder extras/{name}, which this copy does not have")
     return extra
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a rank is. step: the number of a step that all ranks take together, or the name of its own work."""
+
+    phase: str = "start"
+    step: object = None
+    timed: bool = False  # whether no progress counts as a hang
+    beats: int = 0  # how far this rank has come, in calls of at(): equal on all ranks that have come equally far
+    busy: int = 0  # other signs of progress, of which some ranks have more
+    fixed = False  # whether the phase stays as it is: runtime/compiling.py
+
+    def __str__(self):
+        return self.phase if self.step is None else f"{self.phase} {self.step}"
+
+    def beat(self):
+        """Note that this rank makes progress where it is."""
+        self.busy += 1
+
+    def at(self, phase, step=None, timed=True):
+        """Note where this rank is from now on, as in at("decode step", 57)."""
+        self.beats += 1
+        if not self.fixed:
+            self.phase, self.step, self.timed = phase, step, timed
+
+
+progress = Progress()

@@ -1,18 +1,24 @@
-"""How a script starts: where it runs, and with whom. Also run(), from a script's main() to its end."""
+"""How a script starts and ends: where it runs, with whom, how the ranks sum, and why it ends."""
 
 import contextlib
+import ctypes
+import errno
+import functools
+import json
 import os
+import signal
 import sys
+import time
+import traceback
 
 import torch
 import torch.distributed as dist
 
-import tp
 from formats.checkpoint import first_line
-from runtime import place
-from runtime.errors import InputError
+from runtime.errors import InputError, Verdict, load_extra, progress
 
 watch = None  # the Watch of extras/watch, if this process has one
+at_end = []  # functions to call before this process ends, even if its main thread is stuck
 
 
 def rank_and_size():
@@ -64,12 +70,51 @@ class World:
         return contextlib.nullcontext()
 
 
+# ---- How ranks sum ---------------------------------------------------------------------------------------------------
+# --comm NAME: once the ranks have met, each calls COLLECTIVES[NAME](world), which returns the process group that
+# TensorParallel sums with, or raises InputError on all ranks alike. An extra adds its own when imported. The first line
+# of the docstring is the help of --comm.
+
+
+def connect_auto(world):
+    """Shared-memory on CPUs of one node, one-shot on GPUs of one if it is faster; else library."""
+    on_gpus = world.device.type == "cuda"
+    try:
+        if on_gpus:
+            return collective("one-shot")(world, if_faster=True)
+        if len({*world.nodes}) == 1:
+            return collective("shared-memory")(world)
+    except InputError as e:
+        world.say(f"{'NCCL' if on_gpus else 'gloo'} carries the all-reduces: {e}")
+    return world.group
+
+
+def connect_library(world):
+    """Sum by gloo or NCCL."""
+    return world.group
+
+
+COLLECTIVES = {"auto": connect_auto, "library": connect_library}
+
+
+def collective(name):
+    """Return the function of COLLECTIVES of this name, if need be from extras/collectives. Raises InputError."""
+    if name not in COLLECTIVES:
+        load_extra("collectives", f"--comm {name}")
+    if name not in COLLECTIVES:
+        raise InputError(f"--comm {name} is unknown: use one of {', '.join(sorted(COLLECTIVES))}")
+    return COLLECTIVES[name]
+
+
+# ---- How ranks meet --------------------------------------------------------------------------------------------------
+
+
 def join(device=None, flags=None):
     """Join the ranks that torchrun started with this one, if any; returns the World.
 
     device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Of several ranks each takes the
     GPU of its LOCAL_RANK, or the only one that it sees if each sees another one, as with Slurm. flags: {name: value} of
-    the command line, equal on all ranks; "comm" names one of tp.COLLECTIVES.
+    the command line, equal on all ranks; "comm" names one of COLLECTIVES.
     Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
     flags = flags or {}
@@ -79,7 +124,7 @@ def join(device=None, flags=None):
         return ranks.meet(device, flags)
     world = World(0, 1, None, shares=flags.get("shares"))
     if (comm := flags.get("comm", "auto")) != "auto":
-        tp.collective(comm)  # is there such a way?
+        collective(comm)  # is there such a way?
         raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
     world.device = choose_device(device)
     return world
@@ -110,11 +155,47 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
     return torch.device(device)
 
 
+# ---- Signals: whatever cleans up has its turn, as at Ctrl-C ----------------------------------------------------------
+
+received = None  # the Terminated of a signal that came: a library may swallow the exception that it raised
+_ENDING = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1  # USR1: a batch system's before its limit, or extras/watch's
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal other than Ctrl-C's asks this process to end."""
+
+
+def ignore():
+    """Let nothing interrupt the end of this process: a launcher sends one signal after another."""
+    for number in signal.SIGINT, *_ENDING:
+        signal.signal(number, lambda number, frame: None)  # of SIG_IGN Python reports a signal that comes right now
+
+
+def terminate(number, frame):
+    """End the main thread: a signal's handler."""
+    global received
+    ignore()
+    received = Terminated(signal.Signals(number).name)
+    raise received
+
+
+def heed():
+    """Let each of these signals raise Terminated in the main thread."""
+    for number in _ENDING:
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
+            signal.signal(number, terminate)
+            # a library's pool ends its workers with SIGTERM
+            os.register_at_fork(after_in_child=functools.partial(signal.signal, number, signal.SIG_DFL))
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: torchrun's death
+
+
+# ---- The end ---------------------------------------------------------------------------------------------------------
+
+
 def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
-    from runtime import ending  # before anything fails
-
-    ending.heed()
+    heed()
     error = None
     try:
         try:
@@ -124,17 +205,73 @@ def run(main):
                 ranks.store()  # now, so that of several ranks with bad flags one says so
             main()
             sys.stdout.flush()
-            place.at("the end")
+            progress.at("the end")
             if dist.is_initialized():
                 dist.barrier()
         finally:
-            ending.ignore()
+            ignore()
     except BaseException as e:
         error = e
     if isinstance(error, Exception):  # which a library may have raised for the one of a signal
-        error = ending.received or error
+        error = received or error
     if watch:
         error = watch.explain(error)
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # what --help printed, or the text so far
-    ending.leave(error)
+    leave(error)
+
+
+def printable(text):
+    """Return a text in one line of at most 500 characters: what it quotes may come from a stranger's file."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= 500 else f"{text[:300]} ... {text[-190:]}"
+
+
+def out_of_memory(error):
+    """Return whether an exception says that memory is short; PyTorch's for CPUs is a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def leave(error):
+    """End this process with the exit code of the first rank that leaves, which also says why."""
+    folder, script = os.path.split(sys.argv[0])
+    script = os.path.basename(folder) if script == "__main__.py" else script  # of python -m extras.NAME
+    rank, tp_size = rank_and_size()
+    who = f"{script}: rank {rank} of {tp_size}" if tp_size > 1 else f"{script}:"
+    where = f" in {progress}" if tp_size > 1 or progress.phase != "start" else ""
+    what = f"({type(error).__name__}: {printable(first_line(error))})"
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+    endings = [
+        (error is None, 0, ""),
+        (isinstance(error, SystemExit), getattr(error, "code", 0) or 0, ""),
+        (isinstance(error, InputError), 2, f"{script}: {printable(str(error))}"),
+        (isinstance(error, Verdict), 1, f"\n{script}: {error}"),  # a progress bar may stand in the line before
+        (isinstance(error, Terminated), 143, f"{who} was stopped by {error}{where}"),
+        (isinstance(error, KeyboardInterrupt), 130, str(error) or "interrupted"),
+        (isinstance(error, BrokenPipeError), 1, ""),  # whoever read our output has gone
+        (full, 1, f"{script}: the output cannot be written: {what}"),
+        (out_of_memory(error), 1, f"{who} ran out of memory {what}{where}"),
+        (True, 1, "".join(traceback.format_exception(error)) + f"{who} failed {what}{where}"),
+    ]
+    code, line = next((code, line) for matches, code, line in endings if matches)
+    speaks = True
+    if tp_size > 1:
+        from runtime import ranks
+
+        code, speaks = ranks.leave_first(code, rank, error)
+    if line and speaks:
+        print(line, file=sys.stderr, flush=True)
+    if line and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # what torchrun's report then ends with
+        # which is the earliest failure's, and those that torchrun then stops may be of the same second
+        earlier = str(int(time.time()) - 1)
+        cause = {"message": line.strip().splitlines()[-1], "extraInfo": {"timestamp": earlier}}
+        with contextlib.suppress(OSError), open(path, "w") as f:
+            json.dump({"message": cause}, f)
+    for function in at_end:
+        with contextlib.suppress(Exception):  # the terminal may have gone
+            function()
+    if isinstance(error, OSError):  # what is still to be written goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if tp_size > 1:
+        os._exit(code)  # the destructors of a process group may wait for peers that are gone, or abort
+    sys.exit(code)

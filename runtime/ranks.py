@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import tp
 from formats.checkpoint import first_line
 from formats.compare import digest
 from kernels import gloo
-from runtime import launch, place
-from runtime.errors import InputError, StoreLost, find_extra
+from runtime import launch
+from runtime.errors import InputError, StoreLost, find_extra, progress
 
 _gathers = collections.Counter()  # of each number of ranks: the Worlds of a process share the store
 
@@ -91,7 +90,10 @@ def visible_gpus(device=None):
 def meet(device, flags):
     """Choose this rank's device, compare the ranks and connect them; returns the World. See launch.join."""
     rank, tp_size = launch.rank_and_size()
-    connect, world = tp.collective(flags.get("comm", "auto")), World(rank, tp_size, None, shares=flags.get("shares"))
+    connect, world = (
+        launch.collective(flags.get("comm", "auto")),
+        World(rank, tp_size, None, shares=flags.get("shares")),
+    )
     if dist.is_initialized():
         raise InputError("the ranks have met: name the same device in each load()")
     if extra := find_extra("watch"):
@@ -102,7 +104,7 @@ def meet(device, flags):
     world.device = launch.choose_device(device, rank, tp_size, own_gpu)
     make_group(world, flags)
     world.group = connect(world)
-    place.at("preparation", timed=False)
+    progress.at("preparation", timed=False)
     return world
 
 

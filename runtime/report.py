@@ -98,12 +98,12 @@ def peak_bytes(device):
 
 
 def result(job, done, texts):
-    """Return the results as a dict, of a generate.Job and its Generation, which is `done`.
+    """Return the results as a dict, of a cli.Job and its Generation, which is `done`.
 
     Every rank calls it: it gathers.
     """
-    runner, draft, source, config, world = job.runner, job.draft, job.draft_source, job.config, job.world
-    longest, rows, passes = max(map(len, job.prompts)), len(job.prompts), done.passes
+    runner, draft, source, config, world = done.runner, done.draft, job.draft_source, job.config, job.world
+    longest, rows, passes = max(map(len, job.prompts)), len(job.prompts), done.steps
     slots = longest + done.new_tokens / 2  # filled in the mean pass
     drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass
     read = step_bytes(runner.model, runner.cache, slots, drafted)
@@ -118,7 +118,7 @@ def result(job, done, texts):
         "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else job.args.comm,
         "tp": world.tp_size, "shares": world.shares,
         "batch": rows, "prompt_tokens": longest, "new_tokens": done.new_tokens, "passes": passes,
-        "load_s": job.load_s, "compile_s": job.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
+        "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
         "step_bytes": int(read), "bytes_s": tpot and read * passes / done.decode_s,
         "peak_bytes": world.gather(peak_bytes(world.device)),
@@ -151,3 +151,11 @@ def summary(r):
         lines.append(f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes; {tried} times a row had proposals, ")
         lines[-1] += f"{accepted / max(1, tried):.2f} of them accepted on average"
     return "\n".join(lines)
+
+
+def append(path, result, world):
+    """Append the result as a line of JSON, with what it was measured on; on rank 0, if there is a path."""
+    if path and world.rank == 0:
+        from runtime import benchmarking, writing
+
+        writing.append_line(path, benchmarking.environment(world) | result)

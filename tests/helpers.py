@@ -22,7 +22,8 @@ from sentencepiece import SentencePieceTrainer
 
 import model
 import tp
-from decoding.runner import Runner, make_cache
+from decoding.batch import make_cache
+from generate import Runner
 from kernels import gloo
 from model import WIRINGS, Attention, Config, Transformer, list_sublayers, parse_wiring
 from runtime import cxx, launch, ranks, writing
@@ -67,8 +68,8 @@ def variants(name):
 WIRED = [changes for name, wiring in WIRINGS.items() if not wiring.model for changes in variants(name)]
 ANY_TP = [changes for changes in WIRED if not table_entry(changes).depends_on_lanes]
 ONE_EACH = [*{id(table_entry(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
-STREAMS = model.residual_stream, model.delayed_stream, model.desynced_stream
-BY_HAND = [c for c in WIRED if table_entry(c).stream in STREAMS]  # nobody has reckoned by hand what another stream does
+LOOPS = model.residual_loop, model.delayed_loop, model.desynced_loop
+BY_HAND = [c for c in WIRED if table_entry(c).loop in LOOPS]  # nobody has reckoned by hand what another loop does
 
 
 def staleness(config):
@@ -305,7 +306,7 @@ def _join(rank, port):
     for size in range(max(2, rank + 1), RANKS):
         world = _worlds[size]
         world.nodes, world.group = _worlds[RANKS].nodes[:size], world.dist_group
-        world.group = tp.connect_auto(world)
+        world.group = launch.connect_auto(world)
 
 
 def _call(work):

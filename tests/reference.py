@@ -170,7 +170,7 @@ class Reference:
     def stream(self, x0):
         """The final residual stream, of each rank."""
         (wiring, _, n, _), sublayers = self.wiring(), self.sublayers()
-        if wiring.stream in (model.residual_stream, model.delayed_stream):
+        if wiring.loop in (model.residual_loop, model.delayed_loop):
             x, partials, seen = [x0], [], 0  # x[i]: with the sums of the first i sublayers; seen: how many of them
             for i, (h, stale) in enumerate(sublayers):
                 seen = max(seen, i - stale)
@@ -182,8 +182,8 @@ class Reference:
                     total = self.norm(total, f"layers.{i // 2}.{'ffn' if i % 2 else 'attention'}_sum_norm")
                 x.append(x[-1] + total)
             return [x[-1]] * len(self.shards)
-        if wiring.stream is not model.desynced_stream:
-            raise NotImplementedError(f"write {wiring.stream.__name__} here, too")
+        if wiring.loop is not model.desynced_loop:
+            raise NotImplementedError(f"write {wiring.loop.__name__} here, too")
         x = [x0] * len(self.shards)
         for i, (h, _) in enumerate(sublayers, start=1):
             partials = [h(x_r, shard) for x_r, shard in zip(x, self.shards, strict=True)]

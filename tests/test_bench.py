@@ -14,8 +14,9 @@ from helpers import HANGS, ROOT, main_on_ranks, run_ranks
 
 import bench
 import generate
-from decoding.runner import Runner, Sampler, make_cache
+from decoding.batch import Sampler, make_cache
 from formats import checkpoint
+from generate import Runner
 from model import rewired
 from runtime import cli, launch
 from runtime.errors import InputError

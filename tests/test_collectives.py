@@ -17,11 +17,10 @@ import pytest
 import torch
 from helpers import HANGS, ROOT, free_port, run_ranks
 
-import tp
 from extras.collectives import one_shot, shared_memory
 from extras.measure import link
 from runtime.errors import InputError
-from runtime.launch import World
+from runtime.launch import World, connect_auto
 
 OPS = torch.ops._c10d_functional
 SLOTS, SLOT = 4, 256  # bytes: small ones, so that small messages have many pieces
@@ -137,7 +136,7 @@ def connect_without(world):
                 m.setattr(shared_memory, name, fail)
             with pytest.raises(InputError) as error:
                 shared_memory.connect(world)
-            assert tp.connect_auto(world) is world.group
+            assert connect_auto(world) is world.group
         messages.append(str(error.value))
     return messages, printed.getvalue()
 

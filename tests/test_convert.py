@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 import convert_hf_checkpoint
 import generate
 import tp
-from decoding.runner import Runner, Sampler
+from decoding.batch import Sampler
 from formats import checkpoint, huggingface
+from generate import Runner
 from runtime.errors import InputError
 
 SMALL = {

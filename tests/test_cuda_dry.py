@@ -9,13 +9,12 @@ import torch
 from helpers import BASE, check_split_attention, random_model
 
 import generate as generate_module
-from decoding import run_ahead
-from decoding import runner as runner_module
-from decoding.runner import Runner, Sampler, make_cache
-from generate import generate
+from decoding import batch, run_ahead
+from decoding.batch import Sampler, make_cache
+from generate import Runner, generate
 from kernels import cuda_graphs
-from runtime import compiling, cxx, place
-from runtime.errors import InputError
+from runtime import compiling, cxx
+from runtime.errors import InputError, progress
 
 BUCKET, CUDA = 4, torch.device("cuda")
 SETTINGS = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 12, "conv_width": 4}
@@ -26,7 +25,7 @@ def pretended(net, cache, monkeypatch):
     """(a runner that says it is on a GPU, the list of its passes and of what is read from it)."""
     events, runner = [], Runner(net, cache)
     runner.device, runner.lengths = CUDA, []  # lengths: of the cache, which the passes read
-    last_tokens, pad = runner_module.last_tokens, runner_module.pad
+    last_tokens, pad = batch.last_tokens, batch.pad
 
     def decode(tokens, positions, cache, cache_length):
         events.append("pass")
@@ -34,11 +33,12 @@ def pretended(net, cache, monkeypatch):
         return net(tokens, positions, cache, cache_length)
 
     runner.decode_model = decode
-    monkeypatch.setattr(runner_module, "BUCKET", BUCKET)
+    for module in generate_module, batch:
+        monkeypatch.setattr(module, "BUCKET", BUCKET)
     event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
     stream = types.SimpleNamespace(record_event=lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    for module in runner_module, run_ahead:
+    for module in generate_module, run_ahead:
         monkeypatch.setattr(module, "last_tokens", lambda sequences, device: last_tokens(sequences, "cpu"))
     for module in generate_module, compiling:
         monkeypatch.setattr(module, "pad", lambda prompts, device: pad(prompts, "cpu"))
@@ -85,7 +85,7 @@ def recorded(monkeypatch, step):
         result = function()
         if generator:
             generator.set_state(state)
-        captures.append((pool, generator, place.here.timed))
+        captures.append((pool, generator, progress.timed))
 
         def replay():
             for kept, new in zip(*((x,) if torch.is_tensor(x) else x for x in (result, function())), strict=True):
@@ -109,7 +109,7 @@ def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkey
 
     (graphs, captures), seen = recorded(monkeypatch, step), {}
     state = torch.zeros(1)  # of linear attention: each call is one step of it, that of a capture too
-    place.at("decode step", 1)
+    progress.at("decode step", 1)
     calls = (1, 1, 256), (2, 1, 256), (3, 2, 256), (4, 1, 512), (5, 2, 256), (6, 1, 256)
     for steps, (value, S, length) in enumerate(calls, start=1):
         inputs = torch.full((3, S), value), torch.arange(3)[:, None].expand(3, S)
@@ -118,7 +118,7 @@ def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkey
         assert torch.equal(logits, step(*inputs, [(torch.zeros(1),)], length))
         assert seen.setdefault((S, length), logits) is logits
     assert captures == [("pool", None, False)] * 3 and graphs.n_bytes == [7] * 3  # in a phase that is not timed
-    assert place.here.timed
+    assert progress.timed
 
 
 @pytest.mark.parametrize("temperature, top_k", [(0, None), (0.8, None), (0.8, 5)])

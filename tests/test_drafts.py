@@ -17,15 +17,16 @@ from test_generate import edit_config, greedy_tokens, run, run_json
 
 import generate
 from complete import load
-from decoding.runner import Runner, make_cache
+from decoding.batch import Sampler, make_cache
 from extras.drafts import speculative
 from extras.drafts.named import of_model, read_draft, rewire
+from generate import Runner
 from runtime import compiling
 from runtime.errors import InputError
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
 OTHER = dataclasses.replace(BASE, n_layers=2, n_heads=4, head_dim=6, dim=20, intermediate_size=30, wiring="ladder")
-GREEDY = generate.Sampler(0)
+GREEDY = Sampler(0)
 
 
 @torch.no_grad()
@@ -95,9 +96,9 @@ def twins(world, wiring):
             done, used = generated(net, draft, count, new=new, eos_ids=eos_ids)
             expected = [[*itertools.takewhile(lambda i, ends=eos_ids: i not in ends, row[:new])] for row in plain]
             assert done.rows == expected, (name, count, eos_ids, new)
-            assert done.passes <= done.new_tokens == max(min(len(row) + 1, new) for row in done.rows)
+            assert done.steps <= done.new_tokens == max(min(len(row) + 1, new) for row in done.rows)
             words[name] |= {"none" if n == 0 else "all" if n == count else "some" for n in used.accepted}
-    samplers = itertools.cycle([generate.Sampler(1.0, seed=3), generate.Sampler(1.3, 4, 0.8, seed=3)])
+    samplers = itertools.cycle([Sampler(1.0, seed=3), Sampler(1.3, 4, 0.8, seed=3)])
     unlike = noisy(whole, 0.05 * (1 + (world.rank if world else 0)))  # each rank's proposes others
     drafts = {"near": models["near"]} | rewirings(net) | {"unlike": unlike}
     rows = {name: generated(net, draft, 2, sample=next(samplers))[0].rows for name, draft in drafts.items()}
@@ -209,7 +210,7 @@ def test_what_is_generated_with_a_draft_is_distributed_as_the_model_says(name, s
     B, V, prompt = 5000, 5, [1, 2, 3, 1, 2, 4, 1, 2, 0, 3, 1]
     net = mild(dataclasses.replace(BASE, n_layers=2, vocab_size=V, eos_ids=()))
     draft = noisy(net, 0.4) if name == "near" else name
-    done, draft = generated(net, draft, 2, [prompt] * B, 5, generate.Sampler(*settings, seed=2))
+    done, draft = generated(net, draft, 2, [prompt] * B, 5, Sampler(*settings, seed=2))
     exact, shares = copy.deepcopy(net).double(), {(): 1.0}
     for _ in range(3):
         with torch.no_grad():
@@ -260,7 +261,7 @@ def spoil(runner, row, step):
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_logits_that_are_not_finite_are_named_and_those_of_a_draft_do_no_harm(temperature):
     """The model's come in the third pass, of five tokens, after the second of them: the draft is the model."""
-    net, sizes, sample = mild(BASE), [], generate.Sampler(temperature)
+    net, sizes, sample = mild(BASE), [], Sampler(temperature)
     runner, draft = make_runners(net, copy.deepcopy(net), 4, 3, 40)
     spoil(runner, 1, 3)
     with pytest.raises(InputError, match="row 1 in step 12 are NaN or infinite"):

@@ -19,7 +19,7 @@ from test_wiring import check_against_the_reference
 import model
 import quantize
 import tp
-from decoding.runner import Runner, pad
+from decoding.batch import pad
 from extras.cpu import few_rows
 from extras.drafts.named import read_draft
 from extras.experts import MoE, kernels
@@ -27,6 +27,7 @@ from extras.export import to_hf
 from extras.measure import exposed, link
 from formats import checkpoint
 from formats.sizes import RandomWeights, named_size
+from generate import Runner
 from kernels import int_linear
 from runtime import launch, report
 from runtime.errors import InputError
@@ -76,7 +77,7 @@ def test_ranks_compute_the_same(ranks, compile, chunks):
 def stream_of(world, name, steps):
     """The sums of different partials, as a model's stream would have them."""
     world.group = world.dist_group or dist.group.WORLD
-    world.group = tp.collective(name)(world)
+    world.group = launch.collective(name)(world)
     comm = tp.TensorParallel(BASE, world.shares, world.group)
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.zeros(3, 4096, dtype=torch.bfloat16)

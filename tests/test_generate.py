@@ -21,14 +21,14 @@ from helpers import BASE, HANGS, ROOT, command, greedy_tokens, naive, p_value, r
 from safetensors.torch import load_file, save_file
 from test_hostile import refused
 
-import decoding.runner
 import eval
 import generate
 import tp
 from complete import complete, load
-from decoding.runner import Runner
+from decoding.batch import Sampler
 from formats import checkpoint, sizes
 from formats.tokenizer import load_tokenizer
+from generate import Runner
 from runtime import cli, launch
 from runtime.errors import InputError
 
@@ -145,6 +145,7 @@ def test_the_functions_of_a_notebook_on_two_ranks_from_another_folder(tiny, tmp_
     (tmp_path / "mine.py").write_text("""
 import sys
 from complete import complete, load
+from decoding.batch import Sampler
 from runtime import launch
 from runtime.errors import InputError
 def main():
@@ -200,7 +201,7 @@ def test_a_line_typed_meanwhile_stops_an_answer(ranks, tiny, tmp_path):
 import os, select, sys
 sys.path.insert(0, {str(ROOT)!r})
 import generate; from runtime import launch
-from decoding.runner import Runner
+from generate import Runner
 calls, decode = [], Runner.decode
 def typing(self, *args):
     calls.append(1)
@@ -269,7 +270,7 @@ def test_what_a_prompt_may_be(tiny, copy):
 def test_a_long_prefill_on_one_rank_shows_its_progress(shows, passes, monkeypatch):
     """Others have no bar at all, not even a hidden one: a SIGTERM that comes while one is deleted would be lost."""
     net, bars = random_model(dataclasses.replace(BASE, n_layers=1, max_seq_len=9)), []
-    monkeypatch.setattr(decoding.runner, "tqdm", lambda starts, *_, **__: bars.append(1) or starts)
+    monkeypatch.setattr(generate, "tqdm", lambda starts, *_, **__: bars.append(1) or starts)
     runner = Runner(net, net.new_cache(1, passes + 1))
     runner.pass_tokens, runner.shows_progress = 1, shows
     runner.prefill(torch.ones(1, passes, dtype=torch.long), torch.tensor([passes]))
@@ -319,7 +320,7 @@ def hard_to_choose(vocab_size):
 def test_many_ids_are_drawn_as_often_as_they_are_likely(settings):
     """Where more ids are kept than a rank sends, and where fewer are."""
     for logits in hard_to_choose(300)[:: 4 if settings[1] else 2]:  # of those that equal the k-th, top_k keeps all
-        counts = torch.bincount(generate.Sampler(*settings)(logits.expand(10000, -1)), minlength=300)
+        counts = torch.bincount(Sampler(*settings)(logits.expand(10000, -1)), minlength=300)
         assert p_value([(counts.tolist(), naive(logits.double(), *settings))]) > 1e-4
 
 
@@ -330,25 +331,25 @@ def chosen(world, logits, gathers):
     assert torch.equal(comm.gather_logits(part), logits) or logits.isnan().any()
     if not gathers:
         comm.gather_logits = None
-    return [generate.Sampler(*settings, seed=3)(part, comm).tolist() for settings in WAYS]
+    return [Sampler(*settings, seed=3)(part, comm).tolist() for settings in WAYS]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, (1, 9), (5, 2, 1)])
 @pytest.mark.parametrize("vocab_size", [17, 131, 700])  # of 17, two of four ranks hold none
 def test_every_number_of_ranks_chooses_alike_and_marks_rows_that_are_not_finite(vocab_size, ranks):
     logits = hard_to_choose(vocab_size)
-    alone = [generate.Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
+    alone = [Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
     assert alone[0] == [row.index(max(row)) for row in logits.tolist()]  # the first of equal ones
     assert all(ids == alone for ids in run_ranks(ranks, chosen, logits, True))
     logits[1, -1], logits[4, 0], logits[6, 3], logits[7] = torch.nan, -torch.inf, torch.inf, -torch.inf
-    marked = [generate.Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
+    marked = [Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
     assert marked == [[-1 if row in (1, 4, 6, 7) else i for row, i in enumerate(ids)] for ids in alone]
     assert all(ids == marked for ids in run_ranks(ranks, chosen, logits, True))
 
 
 def test_what_is_likely_enough_is_chosen_without_gathering_logits():
     logits = hard_to_choose(700)[:2] * 3
-    alone = [generate.Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
+    alone = [Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
     assert run_ranks(2, chosen, logits, False) == [alone] * 2
 
 
@@ -418,11 +419,11 @@ def test_each_row_stops_at_its_own_end_and_whoever_sees_the_tokens_can_stop_all_
 
     def generation():
         runner = Runner(net, net.new_cache(3, 12))
-        return generate.Generation(runner, prompts, 9, generate.Sampler(0), ends)
+        return generate.Generation(runner, prompts, 9, Sampler(0), ends)
 
     done = generation()
     seen += done
-    assert (done.finish_reasons, done.new_tokens, done.passes, len(seen)) == (["stop", "stop", "length"], 9, 8, 9)
+    assert (done.finish_reasons, done.new_tokens, done.steps, len(seen)) == (["stop", "stop", "length"], 9, 8, 9)
     assert done.rows == expected == [sum(row, []) for row in zip(*seen, strict=True)]
     done = generation()
     for fresh in done:
@@ -458,7 +459,7 @@ def twice(world, compile):
 
     def sample(logits, comm):
         runs[-1].append(comm.gather_logits(logits).clone())
-        return generate.Sampler(0)(logits, comm)
+        return Sampler(0)(logits, comm)
 
     for junk in (0.0, 1e3):  # what memory held before must not matter
         torch.full((2**18,), junk)

@@ -12,8 +12,7 @@ from test_tp import BIASED, check_ranks
 
 import tp
 from extras.lanes.lanes import lanes_of_rank, load_lanes
-from runtime import place
-from runtime.errors import InputError
+from runtime.errors import InputError, progress
 
 LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.depends_on_lanes]
 LANED = [*(f"{wiring}/4" for wiring in LANED if wiring != "upper-bound"), "desync:3/4", "delayed-3/4"]
@@ -56,11 +55,11 @@ def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares, fit):
 
 def test_ranks_with_more_lanes_are_not_taken_for_having_come_further(monkeypatch):
     """Nor while they load them: if one hangs then, it is the one to name."""
-    config, beats, seen = dataclasses.replace(BASE, wiring="spd/4"), [place.here.beats], []
-    monkeypatch.setattr(StateWeights, "read", lambda own, name: seen.append(place.here.beats) or own.state[name])
+    config, beats, seen = dataclasses.replace(BASE, wiring="spd/4"), [progress.beats], []
+    monkeypatch.setattr(StateWeights, "read", lambda own, name: seen.append(progress.beats) or own.state[name])
     for rank in 0, 1:
         load_lanes(config, StateWeights(random_model(config).state_dict()), torch.float32, "cpu", rank, (3, 1))
-        beats.append(place.here.beats)
+        beats.append(progress.beats)
         assert max(seen) == beats[-1]
     assert beats[2] - beats[1] == beats[1] - beats[0] > 0
 

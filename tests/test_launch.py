@@ -13,25 +13,25 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT
 
-from runtime import compiling, ending, place, ranks
-from runtime.ending import Terminated
-from runtime.errors import InputError, Verdict
+from runtime import compiling, launch, ranks
+from runtime.errors import InputError, Progress, Verdict, progress
+from runtime.launch import Terminated
 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
-    monkeypatch.setattr(place, "here", place.Place("decode step", 7, timed=True))
+    monkeypatch.setattr(progress, "__dict__", vars(Progress("decode step", 7, timed=True)))
 
 
 def test_places_in_words_and_blocks_that_hold_them():
-    place.at("load of", "norm.weight")
-    assert str(place.here) == "load of norm.weight" and place.here.timed
+    progress.at("load of", "norm.weight")
+    assert str(progress) == "load of norm.weight" and progress.timed
     with compiling.during("compilation"):
-        place.at("decode step", 1)
-        assert str(place.here) == "compilation" and not place.here.timed and place.here.beats == 2
-    assert str(place.here) == "load of norm.weight" and place.here.timed
-    place.at("decode step", 0)
-    assert str(place.here) == "decode step 0"
+        progress.at("decode step", 1)
+        assert str(progress) == "compilation" and not progress.timed and progress.beats == 2
+    assert str(progress) == "load of norm.weight" and progress.timed
+    progress.at("decode step", 0)
+    assert str(progress) == "decode step 0"
 
 
 def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():
@@ -39,17 +39,17 @@ def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():
     places = []
 
     def backend(graph, inputs):
-        places.append((str(place.here), place.here.timed))
+        places.append((str(progress), progress.timed))
         return graph
 
     for _ in range(2):
         compiling.prepare(torch.device("cpu"))
     function = torch.compile(lambda x: x + 1, dynamic=False, backend=backend)
-    place.at("prefill")
+    progress.at("prefill")
     for size in 3, 3, 4:
         function(torch.ones(size))
     assert places == [("compilation", False)] * 2
-    assert str(place.here) == "prefill" and place.here.timed
+    assert str(progress) == "prefill" and progress.timed
 
 
 # Ends
@@ -68,10 +68,10 @@ def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():
 ])  # fmt: skip
 def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, capsys):
     undone = []
-    monkeypatch.setattr(ending, "at_end", [lambda: 1 / 0, lambda: undone.append(1)])  # the first fails
+    monkeypatch.setattr(launch, "at_end", [lambda: 1 / 0, lambda: undone.append(1)])  # the first fails
     monkeypatch.setattr(sys, "argv", ["/some/where/x.py"])
     with pytest.raises(SystemExit) as end:
-        ending.leave(error)
+        launch.leave(error)
     assert (end.value.code, capsys.readouterr().err, undone) == (code, line, [1])
 
 
@@ -89,7 +89,7 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}"))
         monkeypatch.delenv("GROUP_RANK", raising=False) if node is None else monkeypatch.setenv("GROUP_RANK", node)
         with pytest.raises(SystemExit) as end:
-            ending.leave(error)
+            launch.leave(error)
         assert capsys.readouterr().err.count("wrong") == (rank == 1)
         return end.value.code
 

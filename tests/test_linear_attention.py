@@ -11,7 +11,6 @@ from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, u
 from test_convert import SMALL, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, hf_model, nested
 from test_experts import check_integers
 
-from decoding.runner import Runner
 from extras.cpu import few_rows, modules
 from extras.drafts import read_draft
 from extras.export import verify
@@ -20,6 +19,7 @@ from extras.linear_attention.layer import gated_delta_rule, normalized
 from extras.measure import advise
 from formats import huggingface
 from formats.sizes import RandomWeights, named_size
+from generate import Runner
 from model import build
 from runtime import compiling, report
 from runtime.errors import InputError

@@ -17,11 +17,12 @@ from helpers import BASE, BY_HAND, RANKS, WIRED, last_logits, queued, random_mod
 
 import generate
 import tp
-from decoding.runner import Runner, pad
+from decoding.batch import Sampler, pad
 from extras.measure import clock as clocks
 from extras.measure import exposed, link, probe
+from generate import Runner
 from kernels import gloo
-from model import desynced_stream, interleave, list_sublayers
+from model import desynced_loop, interleave, list_sublayers
 from runtime import benchmarking, launch, ranks
 from runtime.errors import InputError
 
@@ -242,7 +243,7 @@ def test_measuring_sublayers_that_only_sleep(clock, changes, monkeypatch):
         h(x)
         naps.append(clock.now - start)
     comm, silent = (kind(config, (1,) * 8, group) for kind in (tp.TensorParallel, exposed.Silent))
-    steps = [lambda c=c: interleave([config.named_wiring.stream(x, sleeps, c, config)]) for c in (comm, silent)]
+    steps = [lambda c=c: interleave([config.named_wiring.loop(x, sleeps, c, config)]) for c in (comm, silent)]
     case = exposed.Case(config, *steps, comm, x, group.link, (1, 1, 0))
     sums, send = [], group._send
     monkeypatch.setattr(group, "_send", lambda n_bytes: sums.append(n_bytes) or send(n_bytes))
@@ -252,7 +253,7 @@ def test_measuring_sublayers_that_only_sleep(clock, changes, monkeypatch):
         assert len(sums) == n
     r = exposed.measure(world, {"decode": case}, seconds=0)["decode"]
     compute, waited = nap * 2 * config.n_layers, latency * r["all_reduces"]
-    if config.named_wiring.stream is not desynced_stream:
+    if config.named_wiring.loop is not desynced_loop:
         waited = queued(naps, latency, helpers.staleness(config)) - compute
     expected = {"silent": compute, "step": compute + waited, "limit": compute + waited, "all_reduce": latency}
     assert {name: r[f"{name}_ms"] / 1e3 for name in expected} == pytest.approx(expected, abs=1e-5)
@@ -295,7 +296,7 @@ def test_measuring_runs_what_is_compiled_already(monkeypatch):
     graphs.clear()
     runner = Runner(net, net.new_cache(2, 8), compile=True, compile_prefill=True)
     prompts = [[5, 6, 7], [8, 9]]
-    generate.generate(runner, prompts, 4, generate.Sampler(0))
+    generate.generate(runner, prompts, 4, Sampler(0))
     for step in exposed.replays(runner, *pad(prompts, CPU)).values():
         step()
     assert graphs["unique_graphs"] == 2

@@ -7,7 +7,7 @@ import torch
 from helpers import BASE, YARN
 
 import generate
-from decoding.runner import make_cache
+from decoding.batch import make_cache
 from formats import sizes
 from runtime import launch, report
 from tp import load_shard

@@ -22,7 +22,7 @@ from extras.training.data import TOKEN, Windows
 from formats import checkpoint
 from formats.tokenizer import Tokenizer, load_tokenizer
 from model import rewired
-from runtime import ending, launch, writing
+from runtime import launch, writing
 from runtime.errors import InputError
 
 # Documents, tokens, windows
@@ -346,7 +346,7 @@ def test_a_full_disk_is_one_clear_line(fresh, monkeypatch):
         adapt.main(fresh)
 
 
-@pytest.mark.parametrize("signal", [KeyboardInterrupt(), ending.Terminated("SIGTERM")])
+@pytest.mark.parametrize("signal", [KeyboardInterrupt(), launch.Terminated("SIGTERM")])
 def test_a_signal_while_it_saves_is_no_write_error(signal, fresh, monkeypatch):
     def save(*args, **kwargs):
         raise sharding.dcp.api.CheckpointException("", {0: (signal, None)})

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from extras import watch
-from runtime import compiling, ending, place
-from runtime.errors import InputError, Verdict
+from runtime import compiling, launch
+from runtime.errors import InputError, Progress, Verdict, progress
 
 
 class Ended(Exception):
@@ -51,8 +51,8 @@ class Alone(watch.Watch):
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
-    monkeypatch.setattr(place, "here", place.Place("decode step", 7, timed=True))
-    monkeypatch.setattr(ending, "at_end", [])
+    monkeypatch.setattr(progress, "__dict__", vars(Progress("decode step", 7, timed=True)))
+    monkeypatch.setattr(launch, "at_end", [])
 
 
 def test_a_rank_without_a_sign_of_life_ends_the_run():
@@ -62,10 +62,10 @@ def test_a_rank_without_a_sign_of_life_ends_the_run():
     line = "rank 1 and rank 2 of 3 hang in decode step 7: no sign of life for 3 s (LADDER_TIMEOUT)"
     w.processes = {1: -1}
     assert w.ticks_until_the_end() == (4, line)
-    [kill] = ending.at_end  # the one of this node, which hears no other signal
+    [kill] = launch.at_end  # the one of this node, which hears no other signal
     assert kill.args == (-1, signal.SIGKILL)
     w = Alone(3)
-    place.at("load of", "norm.weight")
+    progress.at("load of", "norm.weight")
     w.stopped, w.now[2] = {2}, watch.Seen("load of", "layers.1.norm", ticks=1)  # work of its own
     assert w.ticks_until_the_end()[1].startswith("rank 2 of 3 hangs in load of layers.1.norm: no sign")
     w = Alone(timeout=0)
@@ -103,8 +103,8 @@ def test_progress_an_untimed_phase_and_computing_keep_a_run_going():
 
 def test_a_rank_that_compiles_anew_is_not_taken_to_be_further_than_the_others():
     with compiling.during("compilation"):
-        place.at("prefill")
-    assert (place.here.beats, place.here.busy) == (1, 1)
+        progress.at("prefill")
+    assert (progress.beats, progress.busy) == (1, 1)
 
 
 def test_the_end_of_a_process_is_seen_and_said(monkeypatch):
@@ -156,7 +156,7 @@ def test_a_rank_that_does_not_start_and_a_store_that_does_not_answer_end_the_run
 
 def test_a_rank_whose_main_thread_cannot_end_it_is_ended_by_its_watch(monkeypatch):
     w, calls = Alone(), []
-    monkeypatch.setattr(ending, "leave", calls.append)
+    monkeypatch.setattr(launch, "leave", calls.append)
     monkeypatch.setattr(watch, "GRACE", 0)
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace(memory_abandon=lambda: calls.append("abandon")))
     monkeypatch.setattr(os, "kill", lambda process, number: calls.append((process == os.getpid(), number)))

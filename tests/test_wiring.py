@@ -11,11 +11,10 @@ import torch
 from helpers import BASE, GEMMA, ONE_EACH, WIRED, last_logits, random_model, shard, table_entry, unequal_rows, wired_id
 from reference import Reference
 
-import generate
 import model
-from decoding.runner import Runner
 from formats import checkpoint
 from formats.fields import wiring_name
+from generate import Runner
 from model import WIRINGS, Wiring, parse_wiring
 from runtime import cli, compiling, writing
 
@@ -102,7 +101,7 @@ def eager_order(config, chunks=1):
         return 0.0
 
     sublayers = [(h, stale) for stale in helpers.staleness(config)]
-    model.interleave([config.named_wiring.stream(0.0, sublayers, comm, config) for _ in range(chunks)])
+    model.interleave([config.named_wiring.loop(0.0, sublayers, comm, config) for _ in range(chunks)])
     return " ".join(comm.events)
 
 
@@ -215,9 +214,7 @@ def test_compiled_code_keeps_the_order_of_the_loop(changes, name, rank, tp_size,
 
 def chosen(own, flags):
     """Return the config that generate.py runs with these flags."""
-    parser = cli.Parser("")
-    generate.add_flags(parser)
-    return cli.with_wiring(own, parser.parse_args(["--checkpoint", "x", *flags.split()]))
+    return cli.with_wiring(own, cli.parse_generation_flags("", ["--checkpoint", "x", *flags.split()]))
 
 
 def test_flags_choose_a_wiring():

@@ -57,6 +57,7 @@ def killed(write, out, event=None):
             os.kill(os.getpid(), signal.SIGKILL)
 
     tqdm.set_lock(threading.RLock())  # its own is shared with forks, of which one may be killed while it holds it
+    torch.set_num_threads(1)  # a fork has none of the others, and would wait for them
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     sys.addaudithook(hook)
     try:

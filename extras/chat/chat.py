@@ -7,8 +7,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from runtime import place
 from runtime.cli import CHAT_CONTEXT, Printer, fit
+from runtime.errors import progress
 
 PASSES_BETWEEN_CHECKS = 8  # of several ranks, for a line that stops an answer: each check is a broadcast
 
@@ -37,10 +37,10 @@ def is_stopped(passes, world):
     return bool(stopped)
 
 
-def chat_on_terminal(job, Generation):
+def chat_on_terminal(job, runner, draft, Generation):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
-    job: a generate.Job that has loaded. Generation: the class of generate.py.
+    job: a cli.Job. runner, draft: what generate.load returns for it. Generation: the class of generate.py.
     """
     world, tokenizer, context = job.world, job.tokenizer, min(CHAT_CONTEXT, job.config.max_seq_len)
     beginning = job.args.chat  # perhaps a system message
@@ -57,7 +57,7 @@ def chat_on_terminal(job, Generation):
         how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
         world.say(f"{how}; Enter stops an answer, Ctrl-D ends")
     while True:
-        place.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
+        progress.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
         line = world.gather(read_line() if world.rank == 0 else None)[0]
         if line is None:
             return
@@ -76,7 +76,7 @@ def chat_on_terminal(job, Generation):
         printer = Printer(world.rank, [ids], tokenizer, new, show_prompt=False)
         known = len(os.path.commonprefix([cached, ids[:-1]]))
         ends = job.config.eos_ids
-        answer = Generation(job.runner, [ids], new, job.sample, ends, job.draft, cached_tokens=known)
+        answer = Generation(runner, [ids], new, job.sample, ends, draft, cached_tokens=known)
         for passes, fresh in enumerate(answer, start=1):
             printer.push(fresh)
             if is_stopped(passes, world):

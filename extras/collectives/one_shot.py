@@ -12,10 +12,10 @@ from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _detect_dma_connectivity
 
 from extras.group import Group, Pending
-from runtime import launch, place
+from runtime import launch
 from runtime.benchmarking import timed
-from runtime.errors import InputError
-from tp import COLLECTIVES
+from runtime.errors import InputError, progress
+from runtime.launch import COLLECTIVES
 
 ONE_SHOT = 2**18  # bytes up to which each rank sums the whole tensor; of a larger one, each sums its share for all
 BUFFER = 2**24  # bytes of memory that the peers can read; larger sums go through NCCL
@@ -40,7 +40,7 @@ def connect(world, if_faster=False):
         except RuntimeError as e:
             reason = str(e).splitlines()[0]
             raise InputError(f"--comm one-shot needs GPUs that reach one another's memory: {reason}") from None
-    place.at("trial of one-shot sums (--comm library goes without)")
+    progress.at("trial of one-shot sums (--comm library goes without)")
     with world.together():
         check(group, world.rank, world.device)
     x = torch.ones(2**13, dtype=torch.bfloat16, device=world.device)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from decoding import likely
-from decoding.runner import Sampler, last_tokens, pad
+from decoding.batch import Sampler, last_tokens, pad
 from model import cache_slots
 
 

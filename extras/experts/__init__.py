@@ -13,7 +13,7 @@ __all__ = [
 
 WIRINGS["farskip"] = Wiring(
     "a ladder that misses no shared expert (of a mixture)", farskip.APART, stale=1,
-    stream=farskip.farskip_stream, n_means=None,
+    loop=farskip.farskip_loop, n_means=None,
 )  # fmt: skip
 SIZES["30b-a3b"] = Config(  # Qwen3 30B-A3B
     48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6, qk_norm=True, n_experts=128, experts_per_token=8,

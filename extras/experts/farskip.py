@@ -2,7 +2,7 @@
 
 import functools
 
-from model import attention, mlp, residual_stream
+from model import attention, mlp, residual_loop
 
 
 def attention_apart(x, block, metadata, cache):
@@ -20,7 +20,7 @@ def experts(x, block, metadata, cache):
 APART = attention_apart, experts
 
 
-def farskip_stream(x, sublayers, comm, config):
+def farskip_loop(x, sublayers, comm, config):
     """Run a ladder whose sublayers also read the shared experts' outputs of the sums that are in flight.
 
     sublayers: those of APART.
@@ -34,4 +34,4 @@ def farskip_stream(x, sublayers, comm, config):
         return partial if shared is None else partial + shared / comm.lanes  # the all-reduce adds up `lanes` of them
 
     ladder = [(functools.partial(with_outputs, h, stale), stale) for h, stale in sublayers]
-    return residual_stream(x, ladder, comm, config)
+    return residual_loop(x, ladder, comm, config)

@@ -39,7 +39,7 @@ def check(config):
         raise InputError(f"lane_norms: each lane has norms of its own, but wiring {config.wiring} names no lanes")
 
 
-def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
+def laneformer_loop(x, sublayers, comm, config, norm=lambda x: x):
     """Run x_i = x_{i-1} + p_i + the other lanes' p_{i-d}, where p_i is this lane's partial h_i(x_{i-1}).
 
     The first d sublayers wait for the sum of all p_i. Without early_comm they add sqrt(lanes) p_i, and so do all later
@@ -72,7 +72,7 @@ def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
 
 
 class Laneformer(Transformer):
-    """A Transformer whose stream ends with its lanes' sum, and whose norms may differ by lane."""
+    """A Transformer whose loop ends with its lanes' sum, and whose norms may differ by lane."""
 
     check = staticmethod(check)
 
@@ -83,9 +83,9 @@ class Laneformer(Transformer):
             if isinstance(module, nn.RMSNorm) and (name, own["lane_head"]) != ("norm", "sum"):
                 module.weight = nn.Parameter(torch.empty(config.fixed_lanes * config.dim))
 
-    def stream(self, x, metadata, cache=None):
+    def loop(self, x, metadata, cache=None):
         sublayers = list_sublayers(self.config, self.layers, metadata, cache)
-        return laneformer_stream(x, sublayers, self.comm, self.config, self.norm)
+        return laneformer_loop(x, sublayers, self.comm, self.config, self.norm)
 
     def head(self, x, select=None):
         if self.settings["lane_head"] != "replicate":
@@ -96,7 +96,7 @@ class Laneformer(Transformer):
 
 
 WIRINGS["laneformer"] = Wiring(
-    "Kog's Laneformer", stream=laneformer_stream, stale=4, n_means=None, depends_on_lanes=True, model=Laneformer
+    "Kog's Laneformer", loop=laneformer_loop, stale=4, n_means=None, depends_on_lanes=True, model=Laneformer
 )
 SIZES["laneformer-2b"] = Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
     15, 32, 16, 96, 3072, 12288, 32000, 4096, wiring="laneformer-4/8",

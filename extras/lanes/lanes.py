@@ -8,8 +8,7 @@ import torch
 import torch.nn as nn
 
 from model import SingleDevice, interleave
-from runtime import place
-from runtime.errors import InputError
+from runtime.errors import InputError, progress
 from tp import load_shard, split_range
 
 
@@ -25,17 +24,17 @@ def lanes_of_rank(config, rank, shares):
 def load_lanes(config, weights, dtype, device, rank=0, shares=(1,)):
     """Return the Lanes of a rank; the arguments and errors are those of tp.load_shard."""
     models, embeddings, lanes = [], None, (1,) * (config.fixed_lanes or len(shares))
-    start = end = place.here.beats
+    start = end = progress.beats
     for lane in lanes_of_rank(config, rank, shares):
-        place.here.beats = start  # a rank with more lanes comes no further, least of all one that hangs in a later one
+        progress.beats = start  # a rank with more lanes comes no further, least of all one that hangs in a later one
         model = load_shard(config, weights, dtype, device, lane, lanes, embeddings)
-        end = max(end, place.here.beats)
+        end = max(end, progress.beats)
         for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
             if len(norm.weight) > config.dim:  # those of all lanes, one after another
                 norm.weight = nn.Parameter(norm.weight.view(-1, config.dim)[lane], requires_grad=False)
         models.append(model)
         embeddings = models[0].tok_embeddings
-    place.here.beats = end
+    progress.beats = end
     return Lanes(models)
 
 
@@ -79,12 +78,12 @@ class Lanes(nn.Module):
         """Return the logits of all lanes' parts of the vocabulary, side by side; see Transformer.forward."""
         n = len(self.lanes)
         sums = LaneSums(self.comm, n, self.config.fixed_lanes or self.comm.tp_size)
-        streams, layers = [], self.config.n_layers
+        loops, layers = [], self.config.n_layers
         for i, lane in enumerate(self.lanes):
             lane.comm, lane.config = sums, self.config
             own = cache and cache[i * layers : (i + 1) * layers]
-            streams.append(lane.streams(tokens, positions, own, cache_length, select, chunks))
-        xs = interleave(chain.from_iterable(zip(*streams, strict=True)))  # chunk by chunk, and in each lane by lane
+            loops.append(lane.loops(tokens, positions, own, cache_length, select, chunks))
+        xs = interleave(chain.from_iterable(zip(*loops, strict=True)))  # chunk by chunk, and in each lane by lane
         ends = [torch.cat(xs[i::n], dim=1) for i in range(n)]
         return torch.cat([lane.head(x, select) for lane, x in zip(self.lanes, ends, strict=True)], dim=-1)
 

@@ -29,7 +29,7 @@ class Silent(TensorParallel):
 def replays(runner, tokens, lengths):
     """Return {"prefill", "decode": a function that runs that step, any number of times}.
 
-    runner: a decoding.runner.Runner; its prefill becomes one pass. tokens, lengths: its prompts, as `pad` makes them.
+    runner: a generate.Runner; its prefill becomes one pass. tokens, lengths: its prompts, as `pad` makes them.
     The decode step writes and reads up to the last slot but one of the cache.
     """
     runner.pass_tokens = tokens.numel()

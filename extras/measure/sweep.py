@@ -14,14 +14,15 @@ from collections import defaultdict
 from pathlib import Path
 
 import bench
-from decoding.runner import Runner, make_cache, pad
+from decoding.batch import make_cache, pad
 from extras.measure import exposed, link, plot, results
 from extras.measure.clock import variants
 from formats import checkpoint
+from generate import Runner
 from model import Config, rewired
-from runtime import benchmarking, cli, launch, place, writing
+from runtime import benchmarking, cli, launch, writing
 from runtime.cli import count, number
-from runtime.errors import InputError
+from runtime.errors import InputError, progress
 
 # On two ranks each sublayer has 26 MB: some 2 ms for a core that reads 12 GB/s
 SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
@@ -63,7 +64,7 @@ def parse(argv):
 def make_cases(args, world):
     """Return {(link, wiring and chunks, batch): exposed.Case}, whose models share their weights and caches."""
     models = bench.load_models(args.config, args.wiring, args, world)
-    place.at("measurement", timed=False)
+    progress.at("measurement", timed=False)
     caches, cases = {}, {}
     for (wiring, model), batch, chunks in itertools.product(models.items(), args.batch, args.chunks):
         key = model.config.fixed_lanes, batch

@@ -8,7 +8,7 @@ import reprlib
 
 from starlette.exceptions import HTTPException
 
-from decoding.runner import Sampler
+from decoding.batch import Sampler
 from formats import compare
 from formats.tokenizer import TextStream
 

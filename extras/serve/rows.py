@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from decoding.runner import Sampler, last_tokens, pad
-from runtime import place
+from decoding.batch import Sampler, last_tokens, pad
+from runtime.errors import progress
 
 SCORED_TOKENS = 256  # of a prompt whose logits, of the whole vocabulary, are gathered at a time
 
@@ -68,7 +68,7 @@ class Rows(list):
         if n is None or not request["echo"]:
             return self.take([row], row.runner.prefill(*padded, cached)), [], cached
         for start in range(0, len(ids), SCORED_TOKENS):
-            place.at("prefill from token", start)
+            progress.at("prefill from token", start)
             end = min(start + SCORED_TOKENS, len(ids))
             positions = torch.arange(start, end, device=self.runner.device)[None] if start else None
             logits = self.runner.model(padded[0][:, start:end], positions, row.runner.cache, end)[0]
@@ -81,7 +81,7 @@ class Rows(list):
         On a CPU a row alone decodes as a batch of one. A row without a request reads its last token again.
         """
         self.passes += 1
-        place.at("decode step", self.passes)
+        progress.at("decode step", self.passes)
         alone = len(self.busy) == 1 and self.runner.device.type == "cpu"
         rows, runner = (self.busy, self.busy[0].runner) if alone else (self, self.runner)
         return self.take(rows, runner.decode(*last_tokens([row.ids for row in rows], runner.device))[:, 0])

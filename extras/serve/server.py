@@ -28,8 +28,8 @@ import generate
 from extras.serve.protocol import Text, check, logprobs_of, parse
 from extras.serve.rows import Rows
 from formats import checkpoint
-from runtime import cli, ending, launch, place
-from runtime.errors import InputError
+from runtime import cli, launch
+from runtime.errors import InputError, progress
 
 MAX_BODY = 2**22
 DRAIN = 10  # seconds that requests get after SIGTERM
@@ -134,7 +134,7 @@ class Front:
         self.server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet))
         self.thread = threading.Thread(target=self.server.run, args=[[listener]], daemon=True)
         self.thread.start()
-        ending.at_end.append(self.close)
+        launch.at_end.append(self.close)
 
     # ---- In its own thread
 
@@ -226,7 +226,7 @@ def serve(world, rows, front):
     while True:
         tells = not rows.busy
         if tells:
-            place.at("the wait for a request", timed=world.rank > 0)  # of the others only until rank 0 goes on
+            progress.at("the wait for a request", timed=world.rank > 0)  # of the others only until rank 0 goes on
         changes = front.changes(rows) if front else []
         if rows.busy and not world.alone:  # most passes change nothing: a flag is gathered faster than a text is told
             flag = torch.tensor([changes != []], dtype=torch.int32, device=world.device)
@@ -271,22 +271,20 @@ def main(argv=None):
             listener = socket.create_server((args.host, args.port), family=family) if world.rank == 0 else None
         except OSError as e:
             raise InputError(f"--host {args.host} --port {args.port}: {e}") from None
-    p = cli.Parser(None)
-    generate.add_flags(p)
     batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {args.context - 1} --checkpoint".split()
-    batch = vars(p.parse_args([*batch, args.checkpoint])) | vars(args)
-    job = generate.Job(argparse.Namespace(**batch), world)  # as for such a batch
+    batch = vars(cli.parse_generation_flags(None, [*batch, args.checkpoint])) | vars(args)
+    job = cli.Job(argparse.Namespace(**batch), world)  # as for such a batch
     if job.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
-    job.load()
-    rows, front = Rows(job.runner, job.config.eos_ids), None
+    runner, *_ = generate.load(job)
+    rows, front = Rows(runner, job.config.eos_ids), None
     if args.compile and args.rows > 1 and world.device.type == "cpu":
         from runtime import compiling
 
         compiling.warm_up(rows[0].runner, [[0]], job.max_new_tokens, rows.greedy)
 
     def drain(number, frame):
-        signal.signal(signal.SIGTERM, ending.terminate)  # a second one ends at once
+        signal.signal(signal.SIGTERM, launch.terminate)  # a second one ends at once
         if front:
             front.deadline = time.monotonic() + DRAIN
 
@@ -295,5 +293,5 @@ def main(argv=None):
         sys.setswitchinterval(5e-5)  # seconds: a pass must not wait for the thread that sends the token before
         front = Front(args, job, listener)
         world.say("listening at http://{}:{}".format(*listener.getsockname()))
-    with job.runner.unguarded():
+    with runner.unguarded():
         serve(world, rows, front)

@@ -25,9 +25,9 @@ from kernels.int_linear import recast
 from kernels.positions import attention_metadata
 from model import Transformer, interleave
 from model import build as build_model
-from runtime import cli, launch, place, writing
+from runtime import cli, launch, writing
 from runtime.cli import count, number
-from runtime.errors import InputError, load_extra
+from runtime.errors import InputError, load_extra, progress
 
 CHUNK = 1024  # tokens whose logits are computed at a time
 
@@ -52,8 +52,8 @@ class Trainee(Transformer):
     def forward(self, batch):
         """Return the normed stream (B, S, D), from which self.logits computes logits."""
         x, metadata = self.embed(batch.tokens), attention_metadata(self, batch.positions, mask=batch.mask)
-        streams = lanes.streams(self, x, metadata) if self.config.fixed_lanes else [self.stream(x, metadata)]
-        return self.norm(interleave(streams)[0])  # all lanes end with the same x
+        loops = lanes.loops(self, x, metadata) if self.config.fixed_lanes else [self.loop(x, metadata)]
+        return self.norm(interleave(loops)[0])  # all lanes end with the same x
 
 
 def build(config, weights, world, args, is_teacher=False):
@@ -129,7 +129,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
         loss, ce = losses(model, batch, teacher)
         loss.backward()
         nats, total_loss, tokens = nats + ce.item(), total_loss + loss.item(), tokens + batch.counts.sum().item()
-        place.beat()
+        progress.beat()
     nats, total_loss, tokens = sharding.summed([nats, total_loss, tokens], world)
     for parameter in model.parameters():
         parameter.grad.mul_(world.tp_size / max(tokens, 1))  # FSDP2 has taken the mean over the ranks
@@ -169,14 +169,14 @@ def train(model, teacher, windows, valid, run, args, world):
     steps = range(first, args.steps + 1)
     bar = tqdm(steps, "training", args.steps, initial=first, unit="step", disable=None if is_rank_0 else True)
     for step in bar:
-        place.at("training step", step, timed=step > max(first, 1))  # the first may compile
+        progress.at("training step", step, timed=step > max(first, 1))  # the first may compile
         line = {"step": 0, "tokens": 0}
         if step:
             line = optimizer_step(step, model, teacher, optimizer, windows, args, world)
             bar.set_postfix_str(f"{line['train']:.4f} nats, {line['tokens_per_s']:,.0f} tokens/s")
         validates = step % args.eval_every == 0 or step == args.steps
         if validates:
-            place.at("validation", timed=False)
+            progress.at("validation", timed=False)
             line["valid"] = validation_loss(model, valid, args.micro_batch, world)
             if line["valid"] < best["valid"]:
                 best = line

@@ -49,8 +49,8 @@ def split(model):
         module.forward = functools.partial(run_in_lane, module, shards)
 
 
-def streams(model, x, metadata):
-    """Return the running streams of a model's lanes, from the embeddings x (B, S, D) on."""
+def loops(model, x, metadata):
+    """Return the running loops of a model's lanes, from the embeddings x (B, S, D) on."""
     config = model.config
     comm = load_extra("lanes", f"wiring {config.wiring}").LaneSums(model.comm, config.fixed_lanes, config.fixed_lanes)
 
@@ -58,8 +58,8 @@ def streams(model, x, metadata):
         modules = dict(block.named_children())
         return SimpleNamespace(**modules | {name: functools.partial(modules[name], lane) for name in SUBLAYERS})
 
-    def stream(lane):
+    def loop(lane):
         blocks = [in_lane(block, lane) for block in model.layers]
-        return config.named_wiring.stream(x, list_sublayers(config, blocks, metadata), comm, config)
+        return config.named_wiring.loop(x, list_sublayers(config, blocks, metadata), comm, config)
 
-    return [stream(lane) for lane in range(config.fixed_lanes)]
+    return [loop(lane) for lane in range(config.fixed_lanes)]

@@ -16,8 +16,8 @@ from torch.distributed.tensor import distribute_tensor
 
 from formats import checkpoint
 from kernels.positions import rope_frequencies
-from runtime import place, writing
-from runtime.errors import InputError
+from runtime import writing
+from runtime.errors import InputError, progress
 
 
 def shard(model, sublayers, world, dtype):
@@ -43,7 +43,7 @@ def fill(model, weights, seed=0):
         parameter.to_local().copy_(rows)
         if not rows.isfinite().all():
             raise InputError(f"tensor {name} holds NaN or infinite values")
-        place.beat()
+        progress.beat()
 
 
 def fresh(name, shape, seed):

@@ -14,9 +14,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from runtime import ending, place, ranks
-from runtime.ending import Terminated
-from runtime.errors import InputError, StoreLost, Verdict
+from runtime import launch, ranks
+from runtime.errors import InputError, Progress, StoreLost, Verdict, progress
+from runtime.launch import Terminated
 
 TICK = 1  # seconds
 GRACE = 3  # seconds that the main thread has to end by itself
@@ -34,7 +34,7 @@ def timeout():
 
 
 @dataclasses.dataclass
-class Seen(place.Place):
+class Seen(Progress):
     """The Place of a rank, whose beats also count pieces written to shared memory, and what else it publishes."""
 
     ticks: int = 0  # of its Watch
@@ -67,7 +67,7 @@ class Watch(threading.Thread):
                 self._tick()
                 self.wake.wait(TICK)
         except Exception as e:  # torchrun's death takes it
-            self._end(StoreLost(f"rank {self.rank} of {self.tp_size} has lost torchrun's store in {place.here}: {e}"))
+            self._end(StoreLost(f"rank {self.rank} of {self.tp_size} has lost torchrun's store in {progress}: {e}"))
 
     def explain(self, error):
         """Return why this rank ends: the verdict, if `error`, which its main thread raised, may be a consequence."""
@@ -79,7 +79,7 @@ class Watch(threading.Thread):
             self.known.wait(GRACE if lost else 0.5)
             silent = [rank for rank, ticks in enumerate(self.silent) if ticks > 1]
             if lost and silent and not self.verdict:  # on another node, where this one sees no death
-                return Verdict(f"{self._subject(silent, 'is', 'are')} lost in {place.here}")
+                return Verdict(f"{self._subject(silent, 'is', 'are')} lost in {progress}")
             return self.verdict or error
         return error
 
@@ -94,11 +94,11 @@ class Watch(threading.Thread):
             time.sleep(TICK)
             seen, silent = self.ticks, silent + 1 if self.ticks == seen else 0
             if silent > self.timeout > 0:
-                self._end(StoreLost(f"torchrun's store has not answered for {self.limit}, in {place.here}"))
+                self._end(StoreLost(f"torchrun's store has not answered for {self.limit}, in {progress}"))
 
     def _tick(self):
         self.ticks += 1
-        own = dataclasses.asdict(place.here) | {"ticks": self.ticks, "cpu": time.process_time()}
+        own = dataclasses.asdict(progress) | {"ticks": self.ticks, "cpu": time.process_time()}
         own |= {"process": os.getpid(), "node": self.node}
         own["beats"] += ask_memory("progress")  # a rank that others wait for has come less far
         self.store.set(self.keys[self.rank], json.dumps(own))
@@ -106,7 +106,7 @@ class Watch(threading.Thread):
         if code:
             self._end(SystemExit(code))
         if self.torchrun not in (None, os.getppid()):  # that of another node than the store's
-            self._end(Verdict(f"the torchrun of rank {self.rank} of {self.tp_size} has died in {place.here}"))
+            self._end(Verdict(f"the torchrun of rank {self.rank} of {self.tp_size} has died in {progress}"))
         seen = [Seen(**json.loads(self.store.get(key))) if self.store.check([key]) else Seen() for key in self.keys]
         for rank, each in enumerate(seen):
             if self.node and each.node == self.node:
@@ -118,7 +118,7 @@ class Watch(threading.Thread):
 
     def _place(self, seen):
         """Return the Place to report for a rank that published `seen`: this rank's own, if all take steps together."""
-        return seen if isinstance(place.here.step, str) else place.here
+        return seen if isinstance(progress.step, str) else progress
 
     def _judge(self, seen, processes):
         """End the run if for longer than the timeout a rank gave no sign of life, or no rank made progress while all
@@ -136,7 +136,7 @@ class Watch(threading.Thread):
         self.seen, late = seen, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
         if late:
             stopped = [self.processes[rank] for rank in late if rank in self.processes]  # which hear no other signal
-            ending.at_end.extend(functools.partial(os.kill, process, signal.SIGKILL) for process in stopped)
+            launch.at_end.extend(functools.partial(os.kill, process, signal.SIGKILL) for process in stopped)
             self._end_hung(late, "no sign of life")
         if self.still > self.timeout > 0 and all(each.timed for each in seen):
             furthest = max(each.beats for each in seen)
@@ -157,7 +157,7 @@ class Watch(threading.Thread):
         ask_memory("abandon")
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(GRACE)
-        ending.leave(why)
+        launch.leave(why)
 
 
 def ask_memory(what):
