@@ -233,6 +233,7 @@ launch.run(main)
 """
 
 
+@pytest.mark.slow
 def test_when_a_node_dies_the_others_end_and_name_its_rank():
     """test_faults.py has the ranks of one node. Rank 0 holds the store here, with which the other one may lose it."""
     ranks = start_ranks(3, DYING, local=1)

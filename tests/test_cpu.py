@@ -186,6 +186,7 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * max(1, scale / 10)).all()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_with_few_rows(monkeypatch):
     monkeypatch.setattr(few_rows, "FEW", 8)  # more in prefill, fewer in decode
     changes = {"head_dim": 64, "sliding_window": 3, "window_layers": (1,), "qkv_bias": True, "qk_norm": True}

@@ -141,6 +141,7 @@ def test_the_functions_of_a_notebook(tiny, greedy):
         complete(model, tokenizer, ["dog " * 90])
 
 
+@pytest.mark.slow
 def test_the_functions_of_a_notebook_on_two_ranks_from_another_folder(tiny, tmp_path):
     (tmp_path / "mine.py").write_text("""
 import sys

@@ -150,7 +150,8 @@ WAYS = [{}, {"chunks": 2}, {"chunks": 3}]
 
 
 @pytest.mark.parametrize("ranks, configs", [
-    (1, [LANES]), (2, [*CONFIGS, LANES]), (3, CONFIGS), pytest.param(4, [*CONFIGS, LANES], marks=pytest.mark.slow),
+    (1, [LANES]), (2, [*CONFIGS, LANES]),
+    *(pytest.param(*how, marks=pytest.mark.slow) for how in ((3, CONFIGS), (4, [*CONFIGS, LANES]))),
     ((2, 1), [MIXTURE]),  # which has KV heads for such shares
 ])  # fmt: skip
 def test_ranks_compute_what_one_device_does(ranks, configs):

@@ -127,7 +127,8 @@ def on_and_off(world, compile, cases):
 
 
 @pytest.mark.parametrize("tp_size, cases", [
-    (2, WIRED), (3, WIRED), (4, WIRED), pytest.param(2, [{"wiring": "ladder"}], marks=pytest.mark.slow)
+    (2, WIRED), (3, WIRED), pytest.param(4, WIRED, marks=pytest.mark.slow),
+    pytest.param(2, [{"wiring": "ladder"}], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_an_emulated_link_changes_no_number(tp_size, cases):
     for answers in run_ranks(tp_size, on_and_off, cases is not WIRED, cases):
