@@ -4,8 +4,8 @@ python generate.py --checkpoint demo --prompt "Once upon a time"
 torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time"
 """
 
-# Every rank runs main. A decode step is Runner.step: the model, then the sampler (decoding/batch.py). Each rank picks
-# candidates from its part of the vocabulary; all gather them and, having the same seed, choose the same token.
+# Every rank runs main. A decode step (Runner.new_step) is the model, then the sampler (decoding/batch.py): each rank
+# picks candidates from its part of the vocabulary; all gather them and, with the same seed, choose the same token.
 
 import contextlib
 import functools
@@ -25,8 +25,8 @@ from runtime import cli, launch, report
 from runtime.errors import InputError, find_extra, load_extra, progress  # find_extra returns None if it is not there
 from tp import TensorParallel, load_shard
 
-PASS_TOKENS = 1024  # of all rows in one pass of a prefill: bounds the memory of activations
-MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU longer than one
+PASS_TOKENS = 1024  # the most in a pass of a prefill, all rows together: bounds the memory of activations
+MIN_TOKENS = 512  # of a pass that is cut in two chunks: with fewer these would take a CPU longer
 
 
 def load_model(config, folder, dtype, world):
@@ -79,10 +79,10 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, cached_tokens=0):
-        """Return logits (B, v) after the last token of each row, from passes of at most pass_tokens tokens of all rows.
+        """Return logits (B, v) after the last token of each row, by passes of at most pass_tokens tokens, all rows
+        together.
 
-        tokens (B, S), lengths (B,): as pad makes them. cached_tokens: so many of each row, but not all, are in the
-        cache.
+        tokens (B, S), lengths (B,): as pad makes them. cached_tokens: how many of every row are in the cache, not all.
         """
         B, S = tokens.shape
         if self.model.config.linear_layers:  # whose state cannot be rewound to after these
@@ -92,38 +92,40 @@ class Runner:
         if len(starts) > 8 and self.shows_progress:
             starts = tqdm(starts, "prefill", leave=False, unit="pass", disable=None)  # None: shown at a terminal
         for start in starts:
-            piece, positions, filled = tokens[:, start : start + width], None, None
+            inputs = tokens[:, start : start + width]
+            positions = end = None  # of a first pass, which reads no cache
             if start:
                 progress.at("prefill from token", start)
-                filled = start + piece.shape[1]
-                positions = torch.arange(start, filled, device=tokens.device).expand(B, -1)
-            select = (last - start).clamp(-1, piece.shape[1] - 1)  # -1: this row ended in an earlier pass
-            chunks = self.choose_chunks(*piece.shape)
-            new = self.prefill_model(piece, positions, self.cache, filled, select, chunks)[:, 0]
+                end = start + inputs.shape[1]
+                positions = torch.arange(start, end, device=tokens.device).expand(B, -1)
+            select = (last - start).clamp(-1, inputs.shape[1] - 1)  # -1: this row ended in an earlier pass
+            chunks = self.choose_chunks(*inputs.shape)
+            new = self.prefill_model(inputs, positions, self.cache, end, select, chunks)[:, 0]
             logits = new if logits is None else torch.where((last >= start)[:, None], new, logits)
         return logits
 
     @torch.inference_mode()
     def decode(self, tokens, positions, longest):
-        """Return logits (B, S, v) after each of a few more tokens (B, S) of each row, the first at its position (B,).
+        """Return the logits (B, S, v) of S new tokens of each row, tokens (B, S), the first at its position (B,).
 
-        longest: tokens of the longest row after this pass, as for cache_length. Of tokens beyond the cache, which a
-        draft may propose, the logits are garbage.
+        longest: tokens of the longest row after this pass. A draft may propose tokens beyond the cache: their logits
+        are garbage.
         """
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         positions = positions.clamp(max=cache_slots(self.cache) - 1)
         return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
 
     def step(self, sequences, done, sample):
-        """Return [[the next id of a row], ...]. Of the sequences all but the last token is in the cache."""
-        logits = self.decode(*last_tokens(sequences, self.device))[:, 0]
+        """Return [[the next id] of each row]. The cache holds all of each sequence but its last token."""
+        tokens, positions, longest = last_tokens(sequences, self.device)
+        logits = self.decode(tokens, positions, longest)[:, 0]
         return sample(logits, self.model.comm)[:, None].tolist()
 
     def new_step(self, draft=None):
-        """Return the step of one generation: a function step(sequences, done, sample) -> the new ids of each row.
+        """Return step(sequences, done, sample) -> the new ids of each row, for one generation.
 
-        done: which rows have ended. On a GPU it starts the next step before it waits for the ids of this one; compiled,
-        it replays a CUDA graph. draft: with which it yields several ids, see extras/drafts.
+        done: which rows have ended. On a GPU it starts the next step before the ids of this one reach the CPU, and,
+        compiled, replays a CUDA graph. draft: makes a step yield several ids (extras/drafts).
         """
         if draft:
             return functools.partial(draft.step, self)
@@ -134,9 +136,9 @@ class Runner:
         return RunAhead(self)
 
     def cache_length(self, longest):
-        """Return how many slots of the cache a pass reads that takes the longest row to `longest` tokens.
+        """Return how many slots of the cache a pass reads after which the longest row has `longest` tokens.
 
-        On a GPU each is a CUDA graph of its own, so there are 2 for each doubling; the last one is the whole cache.
+        On a GPU rounded up, to 2 sizes for each doubling and at most the cache: each is a CUDA graph of its own.
         """
         unit = 1 if self.device.type == "cpu" else max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
         return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)

@@ -22,11 +22,11 @@ from runtime.errors import load_extra  # load_extra(NAME, what needs it) imports
 
 # ---- The wirings -----------------------------------------------------------------------------------------------------
 #
-# A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. comm.start(partial) starts an
+# A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. comm.start(partial) starts its
 # all-reduce; comm.settle(x, pending) waits for it and returns x plus the sum (SingleDevice, below; tp.TensorParallel).
-# A loop runs all sublayers. It is a generator: it yields after each start, so that interleave can run another chunk of
-# the prompt meanwhile, and finally x. pin and `newer` change no result: they keep the compiler from moving a wait to
-# where nothing overlaps (docs/code.md; tests/test_wiring.py -k compiled_code).
+# A loop is a generator that runs all sublayers. It yields None after each start, so that interleave can run another
+# chunk of the prompt meanwhile, and x at the end. pin and `newer` matter only to compiled code: they keep a wait where
+# something overlaps it (docs/code.md; tests/test_wiring.py -k compiled_code).
 
 
 def residual_loop(x, sublayers, comm, config):
@@ -40,7 +40,7 @@ def residual_loop(x, sublayers, comm, config):
     """
     in_flight = []  # all-reduces, oldest first
     for h, stale in sublayers:
-        if in_flight and len(in_flight) <= stale:  # nothing to settle, which would hold h back until the last start
+        if in_flight and len(in_flight) <= stale:  # no settle here keeps h behind the last start: pin does
             x = comm.pin(x, newer=in_flight)
         while len(in_flight) > stale:  # all but the last `stale`, which travel while h computes
             x = comm.settle(x, in_flight.pop(0), newer=in_flight)
@@ -72,9 +72,9 @@ def delayed_loop(x, sublayers, comm, config):
 
 
 def desynced_loop(x, sublayers, comm, config):
-    """Keep every n-th all-reduce (n = config.period) and the last; between them x drifts apart from rank to rank.
+    """Keep every n-th all-reduce (n = config.period) and the last; between them the ranks' x drift apart.
 
-    AllReduce(x / lanes + h(x)) averages x and sums h's partials. upper-bound has no n and keeps none.
+    AllReduce(x / lanes + h(x)) is the mean of x plus the sum of the partials. upper-bound has no n and keeps none.
     """
     for i, (h, _) in enumerate(sublayers, start=1):
         if config.period and (i % config.period == 0 or i == len(sublayers)):
@@ -109,13 +109,13 @@ def attention_into_mlp(x, block, metadata, cache):
 class Wiring:
     """The sublayers, and what they read. Config.wiring is NAME[-stale][:n][/lanes], e.g. ladder-2 or spd/8.
 
-    What some wirings compute depends on the number of ranks. "spd/8" computes what eight ranks would: the eight shards,
-    called lanes, are dealt to 1, 2, 4 or 8 ranks, and each lane has an x of its own.
+    Some wirings compute something else on each number of ranks. "spd/8" fixes it at eight shards, called lanes, each
+    with an x of its own, dealt to 1, 2, 4 or 8 ranks.
     """
 
     about: str  # its line of --help
     sublayers: tuple[Callable, ...] = (attention, mlp)  # of a block
-    blocks: int = 1  # how many run side by side: their attentions share an input and a sum, as do their MLPs
+    blocks: int = 1  # how many share inputs: one sum for all their attentions, one for all their MLPs
     loop: Callable = residual_loop  # runs the sublayers, as described above
     stale: int = 0  # how many of the last sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block
@@ -265,11 +265,10 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. wqkv is not [all q, all k, all v]: its rows come KV head by KV head, the G query heads
-    (with attention_gate, after each its gate), then the key, then the value.
+    """Grouped-query attention. wqkv is not [all q, all k, all v] but a group of rows for each KV head: its G query
+    heads (with attention_gate, each followed by its gate), its key, its value.
 
-    So a rank's rows are whole groups, or a KV head with some of its query heads (tp.head_ranges): head counts come
-    from the shapes.
+    A rank holds whole groups, or one KV head and some of its query heads (tp.head_ranges): the shapes tell how many.
     """
 
     def __init__(self, config, layer):
@@ -287,7 +286,7 @@ class Attention(nn.Module):
             self.add_module(name, make_norm(size, config.norm_eps) if config.qk_norm else nn.Identity())
 
     @property
-    def n_kv_heads(self):  # wqkv has N (1 + gates) + 2 K heads of rows, wo has N of columns
+    def n_kv_heads(self):  # wqkv has N (1 + gates) + 2 K heads, wo has N
         return (self.wqkv.out_features - self.wo.in_features * (1 + self.gates)) // (2 * self.head_dim)
 
     def forward(self, x, metadata, cache):
@@ -311,7 +310,7 @@ class Attention(nn.Module):
             cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)  # (B, S, K, H)
             cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
         mask = metadata.window_mask if self.window else metadata.mask
-        if mask is None:  # causal, and no keys before these; never with a score_cap
+        if mask is None:  # causal, no earlier keys, no score_cap
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
             y = self.attend(q, *(cache or (k, v)), mask, metadata.positions)
@@ -328,12 +327,12 @@ class Attention(nn.Module):
     def attend(self, q, k, v, mask, positions):
         """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
 
-        mask: (B, S, T'), T' <= T. Subclasses with kernels compute it from the positions (B, S) of q and the window.
+        mask: (B, S, T'), T' <= T. Subclasses with kernels use q's positions (B, S) and the window instead.
         """
         # The G query heads of a KV head become one head of G * S queries: no key is ever copied.
         B, _, G, S, _ = q.shape
         mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
-        k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]  # the filled slots
+        k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]  # T' slots
         if self.score_cap:
             scores = (q.flatten(2, 3) * self.head_dim**-0.5 @ k.mT).float()
             scores = self.score_cap * (scores / self.score_cap).tanh()
@@ -354,7 +353,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """The weights of one layer. It has no forward: the wirings, above, say what they compute."""
+    """The weights of one layer, without a forward: the sublayers above compute with them."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -384,7 +383,7 @@ def list_sublayers(config, layers, metadata=None, cache=None):
     return sublayers
 
 
-def _add_partials(sublayer, side_by_side, x):  # usually there is one
+def _add_partials(sublayer, side_by_side, x):  # usually one block
     first, *others = [sublayer(x, *arguments) for arguments in side_by_side]
     return sum(others, start=first)
 
@@ -417,14 +416,13 @@ class Transformer(nn.Module):
     dtype = property(lambda self: self.norm.weight.dtype)  # of activations, and of weights that are not quantized
 
     def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, chunks=1):
-        """Return logits (B, S, v), or (B, 1, v) at the sequence index select (B,) of each row; see gather_logits.
+        """Return the local logits (B, S, v), or (B, 1, v) of one token of each row, at its index select (B,).
 
-        tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
-        shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
-        continues its cached sequence there (decode), reading the first cache_length slots of the cache.
-        cache: as new_cache makes it, written in place, or None. With a cache, linear attention stores no token after
-        `select`; with -1, none. chunks: how many to cut the sequence into; one computes while another's partials are
-        summed. More than 1 need a cache.
+        tokens (B, S) int64. positions: None starts every row at 0 (training, scoring, prefill), where rows shorter than
+        S are padded on the right; (B, S) continues the rows in the cache, of which the first cache_length slots are
+        read (decode). cache: None, or new_cache's, written in place; linear attention stores no token after `select`
+        (-1: none at all). chunks: how many pieces to cut S into, so that one computes while another's all-reduce
+        travels; more than 1 need a cache.
         """
         x = torch.cat(interleave(self.loops(tokens, positions, cache, cache_length, select, chunks)), dim=1)
         return self.head(x, select)
@@ -436,7 +434,7 @@ class Transformer(nn.Module):
         """
         S, fresh = tokens.shape[1], positions is None
         max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: decoding/batch.py
-        n_keys = 0 if fresh else cache_length - S  # in the cache before the next chunk
+        n_keys = 0 if fresh else cache_length - S  # slots that are read before the next chunk's
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
         last = None if select is None else positions[:, :1] + select[:, None]

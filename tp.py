@@ -1,8 +1,7 @@
 """Tensor parallelism: the collectives of a forward pass, and which rank holds what of the weights.
 
-Rank and shares are arguments, so one process can build the shard of any rank. shares: the relative sizes of the
-ranks' parts, (1, 1) for two equal ones. Ranges are first, end of heads and start, stop of rows or columns, without
-the last one. Shape letters: model.py.
+Rank and shares are arguments, so one process can build any rank's shard. shares: the ranks' relative sizes, (1, 1) for
+two equal ones. Ranges are half-open: (first, end) of heads, (start, stop) of rows or columns. Shape letters: model.py.
 """
 
 import math
@@ -38,15 +37,15 @@ class TensorParallel:
         return torch.ops._c10d_functional.wait_tensor(pending)
 
     def settle(self, x, pending, newer=()):
-        """Return x + wait(pending). Compiled, the wait comes after the last start in `newer`: docs/code.md.
+        """Return x + wait(pending). Compiled, it waits only after the last start in `newer`: docs/code.md.
 
-        The compiler does not look into the operators of kernels/ordered.py. It runs them after that start, since its
-        result is an input, which they do not use, and before the next sublayer, which reads their result.
+        The compiler does not look into the operators of kernels/ordered.py. They take that start's result as an input
+        that they ignore, so they run after it; the next sublayer reads theirs, so it runs after them.
         """
         if not newer:
             return x + self.wait(pending)
         if x.is_cuda:  # the addition is the compiler's, which fuses it with the next norm
-            torch.ops.ladder.wait_after(pending, newer[-1])  # declared to write `pending`, so it runs before that
+            torch.ops.ladder.wait_after(pending, newer[-1])  # declared to write `pending`: the + stays below
             return x + pending
         return torch.ops.ladder.settle(x, pending, newer[-1])
 
@@ -82,9 +81,9 @@ def split_range(n, rank, shares, name=None):
 def head_ranges(config, rank, shares):
     """Return ([row ranges of wqkv], [column ranges of wo]) of a rank; the order of the rows: model.Attention.
 
-    Up to K ranks get whole KV heads with their query heads: of 4 KV heads, three equal ranks get 2, 1 and 1. With more
-    ranks, rank r gets a copy of KV head r * K // tp_size, and the ranks with the same one divide its query heads by
-    their shares: of 2 KV heads on 3 ranks, ranks 0 and 1 share head 0's query heads, and rank 2 has head 1 whole.
+    Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Of more
+    ranks, rank r holds a copy of KV head r * K // tp_size, and the holders of a KV head divide its query heads by their
+    shares: of 2 KV heads on 3 ranks, ranks 0 and 1 divide those of head 0, and rank 2 holds those of head 1.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
@@ -156,7 +155,7 @@ def shard_plan(config, rank, shares):
     return plan
 
 
-ALL, NOTHING = None, []  # ranges of a ShardSlice: the whole tensor; none of it, and zeros instead
+ALL, NOTHING = None, []  # ranges of a ShardSlice: the whole tensor; none of it, so zeros. Both are falsy
 
 
 class ShardSlice(NamedTuple):
@@ -166,7 +165,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int
     ranges: list | None  # [(start, stop), ...] of the matrix along dim, joined; or ALL or NOTHING
-    columns: int  # of the matrix for each stored number: 1; int4: 2 for a byte, group_size for a scale
+    columns: int  # matrix columns per stored number: 1; int4: 2 per byte, group_size per scale
 
 
 def shard_slices(model, dtype, rank, shares):
@@ -179,17 +178,18 @@ def shard_slices(model, dtype, rank, shares):
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
-        owner = name if path.endswith(".attention") else path  # a parameter of linear attention, which no linear has
+        owner = name if path.endswith(".attention") else path  # linear attention's own, in no nn.Linear
         dim, ranges = plan.get(owner.split(".", 3)[-1], (0, ALL))  # planned as "wo"
-        row_parallel, columns, shape = dim == 1, 1, list(whole.shape)
+        row_parallel = dim == 1
+        columns, shape = 1, list(whole.shape)
         if row_parallel and tensor == "bias":  # added to a partial sum: by rank 0 alone
             dim, ranges = 0, (ALL if rank == 0 else NOTHING)
-        elif row_parallel and whole.shape[-1] == 1:  # the scale of a row
+        elif row_parallel and whole.shape[-1] == 1:  # int8: the scales of rows
             ranges = ALL
         elif row_parallel:
             columns = model.get_submodule(path).in_features // whole.shape[-1]
-        dim += whole.dim() == 3  # dimension 0: experts
-        if ranges:  # a cut within a group of int4 makes its groups smaller: int_linear.regroup
+        dim += whole.dim() == 3  # experts come first
+        if ranges:  # gcd: int4 groups become smaller where a bound cuts one (int_linear.regroup)
             shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
         stored = dtype if whole.is_floating_point() else whole.dtype
         slices[name] = ShardSlice(tuple(shape), stored, dim, ranges, columns)

@@ -65,7 +65,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("ranks, compile, chunks", [
-    (2, False, None), ((2, 1), False, 2), (4, False, None),
+    (2, False, None), ((2, 1), False, 2), pytest.param(4, False, None, marks=SLOW),
     *(pytest.param(ranks, *how, marks=SLOW) for ranks in (2, (2, 1), 4) for how in ((True, None), (False, 2))),
 ])  # fmt: skip
 def test_ranks_compute_the_same(ranks, compile, chunks):

@@ -99,7 +99,7 @@ def check(ranks, expected, limit=1e-4):
             assert np.abs(decoded[row].numpy() - expected[row][length - 9 : length]).max() < limit
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if "no sums of" in c else c for c in CASES])
 def test_converted_folders_compute_the_function_on_any_number_of_ranks(case, tmp_path):
     hf, state = converted(tmp_path, **CASES[case])
     expected = [Laneformer(hf, state).logits(row) for row in TOKENS]

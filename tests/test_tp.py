@@ -177,7 +177,7 @@ def test_ranks_of_unequal_shares_compute_what_one_device_does(shares):
     check_ranks(shares, [{"wiring": wiring, **shape} for shape in (MANY, ONE_KV_HEAD) for wiring in wirings])
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
+@pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_prefill_in_chunks_and_what_follows_equal_those_in_one(tp_size):
     """Rows of five lengths, whose last tokens are in different chunks."""
     windowed = {"sliding_window": 3, "window_layers": (0, 2)}

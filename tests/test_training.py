@@ -288,6 +288,7 @@ def test_compiled_the_losses_are_the_same(wiring, retrain, mixture, tmp_path):
     assert one == pytest.approx(two, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_it_resumes_with_the_same_losses(mixture, tmp_path, monkeypatch):
     check_resumption([*mixture, "--fresh"], tmp_path, monkeypatch)
 
