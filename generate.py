@@ -87,7 +87,8 @@ class Runner:
         B, S = tokens.shape
         if self.model.config.linear_layers:  # whose state cannot be rewound to after these
             cached_tokens = 0
-        last, logits, width = lengths - 1, None, max(1, self.pass_tokens // B)
+        last, logits = lengths - 1, None
+        width = max(1, self.pass_tokens // B)  # tokens of a row in a pass
         starts = range(cached_tokens, S, width)
         if len(starts) > 8 and self.shows_progress:
             starts = tqdm(starts, "prefill", leave=False, unit="pass", disable=None)  # None: shown at a terminal
@@ -174,7 +175,8 @@ class Generation:
 
     def __init__(self, runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None, cached_tokens=0):
         self.runner, self.prompts, self.sample, self.draft = runner, prompts, sample, draft
-        self.eos_ids, self.cached_tokens, context = eos_ids, cached_tokens, runner.model.config.max_seq_len
+        self.eos_ids, self.cached_tokens = eos_ids, cached_tokens
+        context = runner.model.config.max_seq_len
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
         self.rows = [[] for _ in prompts]  # the new ids of each row, without end-of-sequence
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]

@@ -141,115 +141,6 @@ WIRINGS = {
 WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the extra whose import adds it to WIRINGS
 
 
-def parse_wiring(text):
-    """Return the Parsed (formats/fields.py) of a wiring's text. Raises InputError."""
-    return fields.parse_wiring_text(text, WIRINGS, WIRINGS_IN_EXTRAS)
-
-
-# ---- The configuration -----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The shape and settings of a checkpoint, as in its config.json. Raises InputError."""
-
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_seq_len: int
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # see kernels/rope_scaling.py
-    tie_embeddings: bool = False
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
-    wiring: str = "standard"  # see Wiring
-    # quantization
-    quant: str | None = None  # "int8", "int4" or None
-    group_size: int | None = None  # of int4, in columns
-    kept: tuple[str, ...] = ()  # names of matrices that are not quantized
-    # what only some families have: attention
-    qkv_bias: bool = False
-    wo_bias: bool = False
-    qk_norm: bool = False
-    whole_qk_norm: bool = False  # one norm over the heads of all ranks, not one per head
-    attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
-    score_cap: float | None = None  # scores become cap tanh(score / cap)
-    query_scale: float | None = None  # multiplies queries
-    llama4_beta: float | None = None  # multiplies them by 1 + beta ln(1 + floor(position / the original context))
-    sliding_window: int | None = None  # how many positions a token attends to, itself included
-    window_layers: tuple[int, ...] = ()  # layers with the sliding window
-    window_rope_theta: float | None = None  # rope_theta of window_layers, which then ignore rope_scaling
-    nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
-    rotary_dim: int | None = None  # how many dimensions of a head turn, the first ones; None: all
-    # norms, MLPs and logits
-    norm: str = "rms"  # one of norms.NORMS
-    input_norms: bool = True  # of what a sublayer reads
-    sum_norms: bool = False  # of the sum of a sublayer's partials, before it is added to x
-    mlp_bias: bool = False
-    activation: str = "silu"  # of the MLP's gate, one of fields.ACTIVATIONS
-    embedding_scale: float | None = None
-    logit_cap: float | None = None
-    # extras/experts, a mixture of experts
-    n_experts: int | None = None
-    experts_per_token: int | None = None
-    expert_size: int | None = None  # neurons of an expert
-    renormalize_experts: bool = True  # whether the weights of a token's experts add up to 1
-    shared_expert_size: int | None = None  # neurons of an expert that every token takes
-    shared_expert_gate: bool = False
-    dense_layers: tuple[int, ...] = ()  # layers of a mixture with an ordinary MLP
-    # extras/linear_attention, extras/lanes: their settings
-    linear_layers: tuple[int, ...] = ()
-    linear_attention: dict | None = None
-    laneformer: dict | None = None
-
-    def __post_init__(self):
-        _ = self.layer_wirings  # once, now: the compiler cannot trace how text is parsed
-        fields.check(self)
-
-    parsed = functools.cached_property(lambda self: parse_wiring(self.wiring))
-
-    @functools.cached_property
-    def named_wiring(self):
-        """The Wiring that `wiring` names."""
-        stale, name = self.parsed.stale, self.parsed.name
-        if name == "farskip" and not self.shared_expert_size:
-            name = "ladder"  # farskip without a shared expert is a ladder
-        return dataclasses.replace(WIRINGS[name], stale=stale) if stale else WIRINGS[name]
-
-    fixed_lanes = property(lambda self: self.parsed.lanes)  # 8 in "spd/8"; None: as many as ranks
-
-    @property
-    def period(self):
-        """n if desync keeps every n-th all-reduce, else None."""
-        return (self.parsed.parameter or 2) if self.named_wiring.n_means == "period" else None
-
-    @functools.cached_property
-    def layer_wirings(self):
-        """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
-        chosen = fields.choose_layers(self.parsed, self.named_wiring, self.n_layers)
-        return tuple(self.named_wiring if i in chosen else WIRINGS["standard"] for i in range(self.n_layers))
-
-    @property
-    def mlps(self):
-        """{prefix of their matrices' names: neurons} of the sharded MLPs."""
-        return load_extra("experts", "n_experts").mlps(self) if self.n_experts else {"": self.intermediate_size}
-
-    @property
-    def function(self):
-        """A key that two configs share if their wirings compute the same: ladder:8 of 8 layers is ladder."""
-        return self.layer_wirings, self.period, self.fixed_lanes
-
-
-def rewired(config, wiring):
-    """Return the config in another wiring, or the same config where that is None. Raises InputError."""
-    return config if wiring in (None, config.wiring) else dataclasses.replace(config, wiring=wiring)
-
-
 # ---- The layers ------------------------------------------------------------------------------------------------------
 
 
@@ -485,6 +376,115 @@ def build(config):
             for name, parameter in model.tok_embeddings.named_parameters():
                 setattr(model.output, name, parameter)
     return model
+
+
+# ---- The configuration -----------------------------------------------------------------------------------------------
+
+
+def parse_wiring(text):
+    """Return the Parsed (formats/fields.py) of a wiring's text. Raises InputError."""
+    return fields.parse_wiring_text(text, WIRINGS, WIRINGS_IN_EXTRAS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape and settings of a checkpoint, as in its config.json. Raises InputError."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_seq_len: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # see kernels/rope_scaling.py
+    tie_embeddings: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    wiring: str = "standard"  # see Wiring
+    # quantization
+    quant: str | None = None  # "int8", "int4" or None
+    group_size: int | None = None  # of int4, in columns
+    kept: tuple[str, ...] = ()  # names of matrices that are not quantized
+    # what only some families have: attention
+    qkv_bias: bool = False
+    wo_bias: bool = False
+    qk_norm: bool = False
+    whole_qk_norm: bool = False  # one norm over the heads of all ranks, not one per head
+    attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
+    score_cap: float | None = None  # scores become cap tanh(score / cap)
+    query_scale: float | None = None  # multiplies queries
+    llama4_beta: float | None = None  # multiplies them by 1 + beta ln(1 + floor(position / the original context))
+    sliding_window: int | None = None  # how many positions a token attends to, itself included
+    window_layers: tuple[int, ...] = ()  # layers with the sliding window
+    window_rope_theta: float | None = None  # rope_theta of window_layers, which then ignore rope_scaling
+    nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
+    rotary_dim: int | None = None  # how many dimensions of a head turn, the first ones; None: all
+    # norms, MLPs and logits
+    norm: str = "rms"  # one of norms.NORMS
+    input_norms: bool = True  # of what a sublayer reads
+    sum_norms: bool = False  # of the sum of a sublayer's partials, before it is added to x
+    mlp_bias: bool = False
+    activation: str = "silu"  # of the MLP's gate, one of fields.ACTIVATIONS
+    embedding_scale: float | None = None
+    logit_cap: float | None = None
+    # extras/experts, a mixture of experts
+    n_experts: int | None = None
+    experts_per_token: int | None = None
+    expert_size: int | None = None  # neurons of an expert
+    renormalize_experts: bool = True  # whether the weights of a token's experts add up to 1
+    shared_expert_size: int | None = None  # neurons of an expert that every token takes
+    shared_expert_gate: bool = False
+    dense_layers: tuple[int, ...] = ()  # layers of a mixture with an ordinary MLP
+    # extras/linear_attention, extras/lanes: their settings
+    linear_layers: tuple[int, ...] = ()
+    linear_attention: dict | None = None
+    laneformer: dict | None = None
+
+    def __post_init__(self):
+        _ = self.layer_wirings  # once, now: the compiler cannot trace how text is parsed
+        fields.check(self)
+
+    parsed = functools.cached_property(lambda self: parse_wiring(self.wiring))
+
+    @functools.cached_property
+    def named_wiring(self):
+        """The Wiring that `wiring` names."""
+        stale, name = self.parsed.stale, self.parsed.name
+        if name == "farskip" and not self.shared_expert_size:
+            name = "ladder"  # farskip without a shared expert is a ladder
+        return dataclasses.replace(WIRINGS[name], stale=stale) if stale else WIRINGS[name]
+
+    fixed_lanes = property(lambda self: self.parsed.lanes)  # 8 in "spd/8"; None: as many as ranks
+
+    @property
+    def period(self):
+        """n if desync keeps every n-th all-reduce, else None."""
+        return (self.parsed.parameter or 2) if self.named_wiring.n_means == "period" else None
+
+    @functools.cached_property
+    def layer_wirings(self):
+        """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
+        chosen = fields.choose_layers(self.parsed, self.named_wiring, self.n_layers)
+        return tuple(self.named_wiring if i in chosen else WIRINGS["standard"] for i in range(self.n_layers))
+
+    @property
+    def mlps(self):
+        """{prefix of their matrices' names: neurons} of the sharded MLPs."""
+        return load_extra("experts", "n_experts").mlps(self) if self.n_experts else {"": self.intermediate_size}
+
+    @property
+    def wiring_key(self):
+        """A key that two configs share if their wirings compute the same: ladder:8 of 8 layers is ladder."""
+        return self.layer_wirings, self.period, self.fixed_lanes
+
+
+def rewired(config, wiring):
+    """Return the config in another wiring, or the same config where that is None. Raises InputError."""
+    return config if wiring in (None, config.wiring) else dataclasses.replace(config, wiring=wiring)
 
 
 # ---- The collectives of a single device, and what the output head shares with tp.py ---------------------------------

@@ -28,7 +28,8 @@ class TensorParallel:
         self.tp_size = self.lanes = len(shares)
         self.vocab_size, self.group_name = config.vocab_size, group.group_name
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
-        self.first_id, self.sizes = ranges[group.rank()][0], [stop - start for start, stop in ranges]
+        self.first_id = ranges[group.rank()][0]
+        self.sizes = [stop - start for start, stop in ranges]
 
     def start(self, partial):
         return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group_name)
@@ -145,7 +146,7 @@ def shard_plan(config, rank, shares):
         first, end = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
         plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, end)
     if config.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
-        (start, stop), H = wo[0], config.head_dim
+        [(start, stop)], H = wo, config.head_dim
         width = N // config.n_kv_heads * H  # columns of a KV head's queries
         first, end = start // width, -(-stop // width)  # KV heads, those shared with other ranks too
         plan |= {"q_norm": (0, wo), "k_norm": (0, [(first * H, end * H)])}

@@ -153,7 +153,7 @@ def is_standard_in_one_lane(w):
 
 def warn_of_wiring(own, config, shares):
     """Say on stderr when a checkpoint runs in another wiring than its own."""
-    if own.function == config.function:
+    if own.wiring_key == config.wiring_key:
         if own.named_wiring.depends_on_lanes and own.fixed_lanes is None:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return

@@ -60,7 +60,7 @@ def test_the_wirings_are_different_functions_but_those_that_are_standard_in_one_
 
 def test_one_function_is_one_however_it_is_spelled():
     spelled = ["ladder", "ladder:3", "ladder:2,0,1", "ladder:2", "ladder:2,1", "ladder:0,2", "desync", "desync:2"]
-    functions = [dataclasses.replace(BASE, wiring=name).function for name in [*spelled, "desync:3"]]
+    functions = [dataclasses.replace(BASE, wiring=name).wiring_key for name in [*spelled, "desync:3"]]
     assert [functions.index(f) for f in functions] == [0, 0, 0, 3, 3, 5, 6, 6, 8]
 
 

@@ -70,7 +70,7 @@ def wiring_of(config, name, tp_size):
     pairs = zip(draft.layer_wirings, config.layer_wirings, strict=True)
     if missing := {norm for drafts, own in pairs for norm in {*drafts.norms} - {*own.norms}}:
         raise InputError(f"--draft {name} needs {min(missing)}, which {config.wiring} has not")
-    if draft.function == config.function:
+    if draft.wiring_key == config.wiring_key:
         raise InputError(f"--draft {name} is the wiring that the model runs in: name another")
     return draft
 

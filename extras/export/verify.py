@@ -53,7 +53,7 @@ def main(argv=None):
     _, source_config, folder = open_source(args.source, args.revision)
     if folder is None:
         raise InputError(f"{args.source} is no folder that transformers reads")
-    if source_config.function != config.function:
+    if source_config.wiring_key != config.wiring_key:
         raise InputError(f"transformers runs {args.source} as {source_config.wiring}, not as {config.wiring}")
     weights, tokenizer = checkpoint.Weights(args.checkpoint), load_tokenizer(args.checkpoint, config.vocab_size)
     dtype = checkpoint.chosen_dtype(None, weights)

@@ -130,7 +130,7 @@ def step_seconds(config, times):
 
 def function(config, tp_size):
     """Return a key that is equal for wirings that compute the same on so many ranks."""
-    return *config.function[:2], config.fixed_lanes or (tp_size if config.named_wiring.depends_on_lanes else None)
+    return *config.wiring_key[:2], config.fixed_lanes or (tp_size if config.named_wiring.depends_on_lanes else None)
 
 
 def retraining(own, config, tp_size):

@@ -22,7 +22,7 @@ def read_configs(args):
     if args.seq_len > own.max_seq_len:
         raise InputError(f"--seq-len {args.seq_len} is longer than the context of {own.max_seq_len}")
     config = cli.with_wiring(own, args)
-    if not (args.plain or args.fresh) and own.function != config.function:
+    if not (args.plain or args.fresh) and own.wiring_key != config.wiring_key:
         args.distill = args.distill or args.checkpoint
     teacher = args.distill and writing.read_original(args.distill)
     args.lr = args.lr or (3e-3 if args.fresh else 5e-5 if teacher else 5e-6)
