@@ -24,7 +24,6 @@ import torch
 import generate
 from decoding.batch import Sampler, make_cache
 from formats import checkpoint
-from generate import Runner
 from model import rewired
 from runtime import benchmarking, cli, launch, report, writing
 from runtime.benchmarking import in_turns, pivot, quartiles
@@ -58,7 +57,7 @@ def make_cells(models, args, world):
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt_length), generator=random).tolist()
         key = model.config.fixed_lanes, batch
         caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + args.new_tokens)
-        cells[wiring, batch] = Runner(model, caches[key], not args.eager), prompts
+        cells[wiring, batch] = generate.Runner(model, caches[key], not args.eager), prompts
     if args.eager:
         return cells
     from runtime import compiling

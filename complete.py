@@ -57,7 +57,7 @@ def complete(
 
 
 def pieces(tokenizer, generation):
-    """Yield, after each pass of a Generation, the new text of each row, without splitting a character."""
+    """Yield, after each step of a Generation, the new text of each row, without splitting a character."""
     streams = [TextStream(tokenizer, prompt) for prompt in generation.prompts]
     for new in generation:
         yield [stream.push(ids) for stream, ids in zip(streams, new, strict=True)]

@@ -4,7 +4,7 @@ python generate.py --checkpoint demo --prompt "Once upon a time"
 torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time"
 """
 
-# Every rank runs main. A decode step (Runner.new_step) is the model, then the sampler (decoding/batch.py): each rank
+# Every rank runs main. A decode step (Runner.step) is the model, then the sampler (decoding/batch.py): each rank
 # picks candidates from its part of the vocabulary; all gather them and, with the same seed, choose the same token.
 
 import contextlib
@@ -22,17 +22,17 @@ from decoding.batch import BUCKET, last_tokens, make_cache, pad
 from formats import checkpoint
 from model import cache_slots
 from runtime import cli, launch, report
-from runtime.errors import InputError, find_extra, load_extra, progress  # find_extra returns None if it is not there
+from runtime.errors import InputError, find_extra, load_extra, progress  # find_extra: None if it is absent
 from tp import TensorParallel, load_shard
 
 PASS_TOKENS = 1024  # the most in a pass of a prefill, all rows together: bounds the memory of activations
-MIN_TOKENS = 512  # of a pass that is cut in two chunks: with fewer these would take a CPU longer
+MIN_TOKENS = 512  # a shorter pass is not cut in two chunks, which would take a CPU longer
 
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     load, lanes = load_shard, config.fixed_lanes  # 8 for spd/8
-    if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer, or several on a rank
+    if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer, or lanes share a rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
         weights = checkpoint.open_weights(folder, config, world.device)
@@ -85,7 +85,7 @@ class Runner:
         tokens (B, S), lengths (B,): as pad makes them. cached_tokens: how many of every row are in the cache, not all.
         """
         B, S = tokens.shape
-        if self.model.config.linear_layers:  # whose state cannot be rewound to after these
+        if self.model.config.linear_layers:  # whose state cannot be rewound
             cached_tokens = 0
         last, logits = lengths - 1, None
         width = max(1, self.pass_tokens // B)  # tokens of a row in a pass
@@ -107,7 +107,7 @@ class Runner:
 
     @torch.inference_mode()
     def decode(self, tokens, positions, longest):
-        """Return the logits (B, S, v) of S new tokens of each row, tokens (B, S), the first at its position (B,).
+        """Return the logits (B, S, v) after each of S new tokens (B, S) of each row, the first at its position (B,).
 
         longest: tokens of the longest row after this pass. A draft may propose tokens beyond the cache: their logits
         are garbage.

@@ -40,7 +40,7 @@ def residual_loop(x, sublayers, comm, config):
     """
     in_flight = []  # all-reduces, oldest first
     for h, stale in sublayers:
-        if in_flight and len(in_flight) <= stale:  # no settle here keeps h behind the last start: pin does
+        if in_flight and len(in_flight) <= stale:  # nothing to settle: pin keeps h behind the last start
             x = comm.pin(x, newer=in_flight)
         while len(in_flight) > stale:  # all but the last `stale`, which travel while h computes
             x = comm.settle(x, in_flight.pop(0), newer=in_flight)
@@ -109,8 +109,8 @@ def attention_into_mlp(x, block, metadata, cache):
 class Wiring:
     """The sublayers, and what they read. Config.wiring is NAME[-stale][:n][/lanes], e.g. ladder-2 or spd/8.
 
-    Some wirings compute something else on each number of ranks. "spd/8" fixes it at eight shards, called lanes, each
-    with an x of its own, dealt to 1, 2, 4 or 8 ranks.
+    Some wirings depend on the number of ranks. "spd/8" fixes it at eight shards, called lanes, each with an x of its
+    own, dealt to 1, 2, 4 or 8 ranks.
     """
 
     about: str  # its line of --help
@@ -127,7 +127,7 @@ class Wiring:
 
 WIRINGS = {
     "standard": Wiring("the pre-norm Llama block", n_means=None),
-    "ladder": Wiring("every sublayer reads x one sublayer late", stale=1),
+    "ladder": Wiring("every sublayer reads the stream one sublayer late", stale=1),
     "parallel": Wiring("attention + MLP of one input", (attention_plus_mlp,), norms=("attention_norm",)),
     "parallel-ladder": Wiring("parallel, one block late", (attention_plus_mlp,), stale=1, norms=("attention_norm",)),
     "pair": Wiring("two neighbouring blocks of one input", blocks=2, small_loss=True),
@@ -404,7 +404,7 @@ class Config:
     tie_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    wiring: str = "standard"  # see Wiring
+    wiring: str = "standard"  # see fields.parse_wiring_text
     # quantization
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns

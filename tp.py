@@ -20,7 +20,7 @@ from runtime.errors import InputError, load_extra, progress
 
 
 class TensorParallel:
-    """The collectives of a process group, one of --comm's (runtime/launch.py); SingleDevice says what they mean."""
+    """The collectives of a process group that --comm made (runtime/launch.py); SingleDevice says what they mean."""
 
     def __init__(self, config, shares, group):
         from kernels import ordered  # noqa: F401, defines torch.ops.ladder
@@ -82,7 +82,7 @@ def split_range(n, rank, shares, name=None):
 def head_ranges(config, rank, shares):
     """Return ([row ranges of wqkv], [column ranges of wo]) of a rank; the order of the rows: model.Attention.
 
-    Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Of more
+    Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Beyond K
     ranks, rank r holds a copy of KV head r * K // tp_size, and the holders of a KV head divide its query heads by their
     shares: of 2 KV heads on 3 ranks, ranks 0 and 1 divide those of head 0, and rank 2 holds those of head 1.
     """
@@ -179,7 +179,7 @@ def shard_slices(model, dtype, rank, shares):
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
-        owner = name if path.endswith(".attention") else path  # linear attention's own, in no nn.Linear
+        owner = name if path.endswith(".attention") else path  # parameters of linear attention itself
         dim, ranges = plan.get(owner.split(".", 3)[-1], (0, ALL))  # planned as "wo"
         row_parallel = dim == 1
         columns, shape = 1, list(whole.shape)

@@ -1,4 +1,4 @@
-"""Plain decoding on a GPU: it gets the next step before the host has read the ids of the last one."""
+"""Plain decoding on a GPU, which gets the next step before the host has read the ids of the last one."""
 
 import torch
 

@@ -198,7 +198,7 @@ def read_slice(weights, name, piece, device):
     stored, dtype = weights.read(name).dtype, piece.dtype
     if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
-    if piece.ranges == []:
+    if piece.ranges == []:  # tp.NOTHING
         return torch.zeros(piece.shape, dtype=dtype, device=device)
     shape, columns, ranges = list(piece.shape), piece.columns, piece.ranges
     if ranges:  # of what is stored

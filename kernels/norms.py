@@ -1,4 +1,4 @@
-"""Norms: by name, of each head or of all heads together, and of the sums that a stream adds."""
+"""Norms: by name, of each head or of all heads together, and of the sums that a loop adds."""
 
 import torch
 import torch.nn as nn
@@ -36,7 +36,7 @@ def norm_heads(q, k, q_norm, k_norm, comm=None):
 
 
 class NormedSums:
-    """The collectives of a stream whose sums are normed before they are added: settle returns x + norm(wait(pending)).
+    """The collectives of a loop whose sums are normed before they are added: settle returns x + norm(wait(pending)).
 
     norms: one for each sublayer, in the order of their starts.
     """

@@ -1,4 +1,4 @@
-"""The command line: the flags that scripts share and what they mean; prompts in, text out."""
+"""The command line: flags that scripts share; prompts in, text out; generate.py's flags, and the Job they ask for."""
 
 import argparse
 import math
@@ -267,7 +267,7 @@ class Printer:
             self.bar = tqdm(total=max_new_tokens, desc="decoding", unit="token", delay=1, disable=None)
 
     def push(self, new):
-        """Show the ids of a pass, new: a list for each row."""
+        """Show the ids of a step, new: a list for each row."""
         if self.stream:
             print(self.stream.push(new[0]), end="", flush=True)
         elif self.shows:
@@ -342,6 +342,7 @@ class Job:
                 args.draft, config, args.checkpoint, world.tp_size
             )
             report.warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)
-        source, contents = self.draft_source, {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
+        source = self.draft_source
+        contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
         contents["--draft"] = source and (source.name, source.count)
         world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)  # raises where ranks differ

@@ -1,6 +1,6 @@
-"""Why a run ends: errors that a user can mend, such as a missing extra, and what ranks find out about each other.
+"""Errors that end a run, extras that may be missing, and `progress`: what this process is doing.
 
-And where: `progress` says what this process is doing, for messages and for extras/watch, which finds hanging ranks.
+Messages say it, and extras/watch finds hanging ranks by it.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Progress:
     timed: bool = False  # whether no progress counts as a hang
     beats: int = 0  # how far this rank has come, in calls of at(): equal on all ranks that have come equally far
     busy: int = 0  # other signs of progress, of which some ranks have more
-    fixed = False  # whether the phase stays as it is: runtime/compiling.py
+    fixed = False  # no field, so not published: whether the phase stays as it is (runtime/compiling.py)
 
     def __str__(self):
         return self.phase if self.step is None else f"{self.phase} {self.step}"

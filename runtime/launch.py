@@ -165,7 +165,7 @@ class Terminated(KeyboardInterrupt):
     """A signal other than Ctrl-C's asks this process to end."""
 
 
-def ignore():
+def ignore_signals():
     """Let nothing interrupt the end of this process: a launcher sends one signal after another."""
     for number in signal.SIGINT, *_ENDING:
         signal.signal(number, lambda number, frame: None)  # of SIG_IGN Python reports a signal that comes right now
@@ -174,12 +174,12 @@ def ignore():
 def terminate(number, frame):
     """End the main thread: a signal's handler."""
     global received
-    ignore()
+    ignore_signals()
     received = Terminated(signal.Signals(number).name)
     raise received
 
 
-def heed():
+def heed_signals():
     """Let each of these signals raise Terminated in the main thread."""
     for number in _ENDING:
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
@@ -195,7 +195,7 @@ def heed():
 
 def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
-    heed()
+    heed_signals()
     error = None
     try:
         try:
@@ -209,7 +209,7 @@ def run(main):
             if dist.is_initialized():
                 dist.barrier()
         finally:
-            ignore()
+            ignore_signals()
     except BaseException as e:
         error = e
     if isinstance(error, Exception):  # which a library may have raised for the one of a signal

@@ -98,7 +98,7 @@ def peak_bytes(device):
 
 
 def result(job, done, texts):
-    """Return the results as a dict, of a cli.Job and its Generation, which is `done`.
+    """Return the results as a dict, of a cli.Job and `done`, its finished Generation.
 
     Every rank calls it: it gathers.
     """
@@ -131,7 +131,7 @@ def result(job, done, texts):
 
 
 def summary(r):
-    """Return the result in a few lines for people."""
+    """Return a few lines for people. r: the dict of result(), with load_s and compile_s."""
     head = f"{r['model']}, {r['n_layers']} layers, {r['wiring'].removesuffix(',')}, tp {r['tp']}, batch {r['batch']}"
     head += f", {r['quant'] or r['dtype']}, {r['device']}"
     head += f", shares {','.join(map(str, r['shares']))}" * (len({*r["shares"]}) > 1)

@@ -146,7 +146,6 @@ def test_the_functions_of_a_notebook_on_two_ranks_from_another_folder(tiny, tmp_
     (tmp_path / "mine.py").write_text("""
 import sys
 from complete import complete, load
-from decoding.batch import Sampler
 from runtime import launch
 from runtime.errors import InputError
 def main():

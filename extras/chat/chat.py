@@ -10,7 +10,7 @@ import torch.distributed as dist
 from runtime.cli import CHAT_CONTEXT, Printer, fit
 from runtime.errors import progress
 
-PASSES_BETWEEN_CHECKS = 8  # of several ranks, for a line that stops an answer: each check is a broadcast
+STEPS_BETWEEN_CHECKS = 8  # of several ranks, for a line that stops an answer: each check is a broadcast
 
 
 def line_waits():
@@ -26,11 +26,11 @@ def read_line():
     return typed.decode(errors="replace") if typed else None
 
 
-def is_stopped(passes, world):
-    """Return, after so many passes of an answer and on all ranks alike, whether the user typed a line meanwhile."""
+def is_stopped(steps, world):
+    """Return, after so many steps of an answer and on all ranks alike, whether the user typed a line meanwhile."""
     if world.alone:
         return line_waits()
-    if passes % PASSES_BETWEEN_CHECKS:
+    if steps % STEPS_BETWEEN_CHECKS:
         return False
     stopped = torch.tensor(world.rank == 0 and line_waits(), dtype=torch.int32, device=world.device)
     dist.broadcast(stopped, 0)
@@ -40,7 +40,8 @@ def is_stopped(passes, world):
 def chat_on_terminal(job, runner, draft, Generation):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
-    job: a cli.Job. runner, draft: what generate.load returns for it. Generation: the class of generate.py.
+    job: a cli.Job. runner, draft: what generate.load returns for it. Generation: generate.py's class, which to import
+    would load that script once more.
     """
     world, tokenizer, context = job.world, job.tokenizer, min(CHAT_CONTEXT, job.config.max_seq_len)
     beginning = job.args.chat  # perhaps a system message
@@ -77,9 +78,9 @@ def chat_on_terminal(job, runner, draft, Generation):
         known = len(os.path.commonprefix([cached, ids[:-1]]))
         ends = job.config.eos_ids
         answer = Generation(runner, [ids], new, job.sample, ends, draft, cached_tokens=known)
-        for passes, fresh in enumerate(answer, start=1):
+        for steps, fresh in enumerate(answer, start=1):
             printer.push(fresh)
-            if is_stopped(passes, world):
+            if is_stopped(steps, world):
                 break
         [row] = answer.rows
         printer.finish([row])

@@ -128,14 +128,14 @@ def step_seconds(config, times):
     return clock.now + times.rest + times.gather, clock.started, hidden
 
 
-def function(config, tp_size):
+def wiring_key(config, tp_size):
     """Return a key that is equal for wirings that compute the same on so many ranks."""
     return *config.wiring_key[:2], config.fixed_lanes or (tp_size if config.named_wiring.depends_on_lanes else None)
 
 
 def retraining(own, config, tp_size):
     """Return in words whether weights of the Config `own` need training to run in another wiring."""
-    if function(config, tp_size) == function(own, tp_size):
+    if wiring_key(config, tp_size) == wiring_key(own, tp_size):
         return "no"
     if own.wiring == "standard" and config.named_wiring.small_loss:
         return "optional"
@@ -143,7 +143,7 @@ def retraining(own, config, tp_size):
 
 
 def measured_losses(own, tp_size):
-    """Return {function: percent} by which small standard models, retrained in a wiring on 20 % of the tokens of their
+    """Return {wiring_key: percent} by which small standard models, retrained in a wiring on 20 % of the tokens of their
     training, ended above one trained plainly on as many: benchmarks/quality.md, and benchmarks/experts.md of a mixture.
     """
     half, middle, losses = own.n_layers // 2, own.n_layers // 4, {own.wiring: 0.0}
@@ -155,7 +155,7 @@ def measured_losses(own, tp_size):
     result = {}
     for wiring, loss in losses.items():
         with contextlib.suppress(InputError):  # these weights cannot have it
-            result[function(rewired(own, wiring), tp_size)] = loss
+            result[wiring_key(rewired(own, wiring), tp_size)] = loss
     return result
 
 
@@ -164,7 +164,7 @@ def candidates(own, names, tp_size):
     configs = [*(rewired(own, name) for name in ("standard", *names)), own]
     for config in configs:
         lanes_of_rank(config, 0, (1,) * tp_size)  # or an InputError
-    return [*{function(config, tp_size): config for config in configs}.values()]
+    return [*{wiring_key(config, tp_size): config for config in configs}.values()]
 
 
 def advice(configs, times, own, tp_size):
@@ -179,7 +179,7 @@ def advice(configs, times, own, tp_size):
         wiring = config.wiring if n else f"(bound: {config.wiring})"
         needs = retraining(own, config, tp_size) if n else "no model"
         share = "" if hidden is None else f"{100 * hidden:.0f} %"
-        loss = losses.get(function(config, tp_size), math.nan)
+        loss = losses.get(wiring_key(config, tp_size), math.nan)
         best = (seconds, wiring) if loss < MOST_LOSS and seconds < best[0] else best
         loss = "" if not n else "unknown" if math.isnan(loss) else f"{loss:+.1f} %"
         cells = [wiring, f"{1e3 * seconds:.3f}", f"{standard / seconds:.2f}", str(n), share, loss, needs]

@@ -35,7 +35,7 @@ def timeout():
 
 @dataclasses.dataclass
 class Seen(Progress):
-    """The Place of a rank, whose beats also count pieces written to shared memory, and what else it publishes."""
+    """The Progress of a rank, whose beats also count pieces written to shared memory, and what else it publishes."""
 
     ticks: int = 0  # of its Watch
     cpu: float = 0.0  # seconds that the process has computed
@@ -117,7 +117,7 @@ class Watch(threading.Thread):
         self._judge(seen, processes)
 
     def _place(self, seen):
-        """Return the Place to report for a rank that published `seen`: this rank's own, if all take steps together."""
+        """Return the Progress to report for a rank that published `seen`: its own, or ours where all step alike."""
         return seen if isinstance(progress.step, str) else progress
 
     def _judge(self, seen, processes):
