@@ -32,7 +32,7 @@ MIN_TOKENS = 512  # a shorter pass is not cut in two chunks, which would take a 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     load, lanes = load_shard, config.fixed_lanes  # 8 for spd/8
-    if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer, or lanes share a rank
+    if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer, or not a lane a rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
         weights = checkpoint.open_weights(folder, config, world.device)
@@ -79,10 +79,10 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, cached_tokens=0):
-        """Return logits (B, v) after the last token of each row, by passes of at most pass_tokens tokens, all rows
-        together.
+        """Return logits (B, v) after the last token of each row. tokens (B, S), lengths (B,): as pad makes them.
 
-        tokens (B, S), lengths (B,): as pad makes them. cached_tokens: how many of every row are in the cache, not all.
+        Runs passes of at most pass_tokens tokens, all rows together; forward cuts a pass in chunks that overlap.
+        cached_tokens: how many of each row's first tokens are in the cache, fewer than it has.
         """
         B, S = tokens.shape
         if self.model.config.linear_layers:  # whose state cannot be rewound
@@ -117,7 +117,7 @@ class Runner:
         return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
 
     def step(self, sequences, done, sample):
-        """Return [[the next id] of each row]. The cache holds all of each sequence but its last token."""
+        """Return [[the next id] of each row]; done is for drafts. The cache lacks each sequence's last token."""
         tokens, positions, longest = last_tokens(sequences, self.device)
         logits = self.decode(tokens, positions, longest)[:, 0]
         return sample(logits, self.model.comm)[:, None].tolist()
@@ -137,7 +137,7 @@ class Runner:
         return RunAhead(self)
 
     def cache_length(self, longest):
-        """Return how many slots of the cache a pass reads after which the longest row has `longest` tokens.
+        """Return how many slots of the cache a pass reads. longest: tokens of the longest row after it.
 
         On a GPU rounded up, to 2 sizes for each doubling and at most the cache: each is a CUDA graph of its own.
         """
@@ -158,7 +158,7 @@ class Runner:
         return contextlib.nullcontext()
 
 
-# ---- Decoding --------------------------------------------------------------------------------------------------------
+# ---- Generation ------------------------------------------------------------------------------------------------------
 
 
 class Generation:
@@ -243,12 +243,12 @@ def generate(*args, **kwargs):
 
 def load(job):
     """Load what a cli.Job asks for; returns (its Runner, its draft or None, {"load_s", "compile_s"}: seconds)."""
-    args, world, start = job.args, job.world, time.perf_counter()
+    args, world, draft, start = job.args, job.world, None, time.perf_counter()
     model = load_model(job.config, args.checkpoint, args.dtype, world)
     cache = make_cache(model, len(job.prompts), job.slots)
     with world.together():
         runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
-        runner.shows_progress, draft = world.rank == 0, None
+        runner.shows_progress = world.rank == 0
         if job.draft_source:
             alone = launch.World(0, 1, world.device)  # a draft's own weights are not sharded
             load_whole = functools.partial(load_model, dtype=args.dtype, world=alone)

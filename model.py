@@ -25,7 +25,7 @@ from runtime.errors import load_extra  # load_extra(NAME, what needs it) imports
 # A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. comm.start(partial) starts its
 # all-reduce; comm.settle(x, pending) waits for it and returns x plus the sum (SingleDevice, below; tp.TensorParallel).
 # A loop is a generator that runs all sublayers. It yields None after each start, so that interleave can run another
-# chunk of the prompt meanwhile, and x at the end. pin and `newer` matter only to compiled code: they keep a wait where
+# chunk of the prompt meanwhile, and x at the end. pin and `newer` change no value: compiled, they keep a wait where
 # something overlaps it (docs/code.md; tests/test_wiring.py -k compiled_code).
 
 
@@ -58,8 +58,8 @@ def interleave(loops):
 
 
 def delayed_loop(x, sublayers, comm, config):
-    """Run a ladder that reads its own rank's partials at once; only those of the other ranks arrive late."""
-    own = []  # this rank's partials of the sums in flight in residual_loop
+    """Run a ladder whose h reads x + own: the other ranks' partials are late, its own are not."""
+    own = []  # this rank's partials of the sums that residual_loop has in flight
 
     def with_own(h, stale, x):
         while len(own) > stale:  # residual_loop has added their sums to x
@@ -218,7 +218,7 @@ class Attention(nn.Module):
     def attend(self, q, k, v, mask, positions):
         """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
 
-        mask: (B, S, T'), T' <= T. Subclasses with kernels use q's positions (B, S) and the window instead.
+        mask: (B, S, T'), T' <= T. positions (B, S), of q: for subclasses, whose kernels take no mask.
         """
         # The G query heads of a KV head become one head of G * S queries: no key is ever copied.
         B, _, G, S, _ = q.shape
@@ -321,14 +321,14 @@ class Transformer(nn.Module):
     def loops(self, tokens, positions, cache, cache_length, select, chunks):
         """Yield the loop of each chunk of the sequence; the arguments are those of forward.
 
-        interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
+        In each layer a chunk attends to the keys of those before it, which interleave has put into the cache.
         """
         S, fresh = tokens.shape[1], positions is None
-        max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: decoding/batch.py
-        n_keys = 0 if fresh else cache_length - S  # slots that are read before the next chunk's
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
-        last = None if select is None else positions[:, :1] + select[:, None]
+        n_keys = 0 if fresh else cache_length - S  # slots that are read before the next chunk's
+        last = None if select is None else positions[:, :1] + select[:, None]  # the position of each selected token
+        max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: decoding/batch.py
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
             causal = fresh and n_keys == 0  # it attends to nothing but itself, and needs no mask
             n_keys += chunk.shape[1]

@@ -40,8 +40,8 @@ class TensorParallel:
     def settle(self, x, pending, newer=()):
         """Return x + wait(pending). Compiled, it waits only after the last start in `newer`: docs/code.md.
 
-        The compiler does not look into the operators of kernels/ordered.py. They take that start's result as an input
-        that they ignore, so they run after it; the next sublayer reads theirs, so it runs after them.
+        The compiler orders by data alone. So the operators of kernels/ordered.py, opaque to it, take that start's
+        result as an input that they ignore, and the next sublayer reads theirs: start, wait, sublayer.
         """
         if not newer:
             return x + self.wait(pending)
@@ -146,7 +146,7 @@ def shard_plan(config, rank, shares):
         first, end = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
         plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, end)
     if config.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
-        [(start, stop)], H = wo, config.head_dim
+        (start, stop), H = wo[0], config.head_dim
         width = N // config.n_kv_heads * H  # columns of a KV head's queries
         first, end = start // width, -(-stop // width)  # KV heads, those shared with other ranks too
         plan |= {"q_norm": (0, wo), "k_norm": (0, [(first * H, end * H)])}
@@ -166,7 +166,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int
     ranges: list | None  # [(start, stop), ...] of the matrix along dim, joined; or ALL or NOTHING
-    columns: int  # matrix columns per stored number: 1; int4: 2 per byte, group_size per scale
+    columns: int  # how many columns a stored number covers: 1; int4: a byte 2, a scale group_size
 
 
 def shard_slices(model, dtype, rank, shares):
@@ -181,15 +181,15 @@ def shard_slices(model, dtype, rank, shares):
         path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
         owner = name if path.endswith(".attention") else path  # parameters of linear attention itself
         dim, ranges = plan.get(owner.split(".", 3)[-1], (0, ALL))  # planned as "wo"
-        row_parallel = dim == 1
-        columns, shape = 1, list(whole.shape)
-        if row_parallel and tensor == "bias":  # added to a partial sum: by rank 0 alone
+        columns = 1
+        if dim == 1 and tensor == "bias":  # row-parallel: added to a partial sum, so by rank 0 alone
             dim, ranges = 0, (ALL if rank == 0 else NOTHING)
-        elif row_parallel and whole.shape[-1] == 1:  # int8: the scales of rows
+        elif dim == 1 and whole.shape[-1] == 1:  # int8: the scales of rows
             ranges = ALL
-        elif row_parallel:
+        elif dim == 1:
             columns = model.get_submodule(path).in_features // whole.shape[-1]
         dim += whole.dim() == 3  # experts come first
+        shape = list(whole.shape)
         if ranges:  # gcd: int4 groups become smaller where a bound cuts one (int_linear.regroup)
             shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
         stored = dtype if whole.is_floating_point() else whole.dtype
