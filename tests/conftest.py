@@ -66,10 +66,10 @@ def _signals():
 
 @pytest.fixture(autouse=True, scope="session")
 def _ranks():
-    # else the first script to need it would compile it; gw1 need not wait, since its first tests start no ranks
-    if os.environ.get("PYTEST_XDIST_WORKER") != "gw1":
-        with contextlib.suppress(InputError):  # a copy without extras
-            load_extra("collectives", "the tests").shared_memory.build()
+    worker = os.environ.get("PYTEST_XDIST_WORKER")  # both compile now: later one would wait for the other
+    extra, module = ("cpu", "few_rows") if worker == "gw1" else ("collectives", "shared_memory")
+    with contextlib.suppress(InputError):  # a copy without extras
+        getattr(load_extra(extra, "the tests"), module).build()
     yield
     stop_ranks()
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)

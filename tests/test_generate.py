@@ -191,7 +191,7 @@ def test_a_named_size_has_random_weights(monkeypatch, out):
     assert printed == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_line_typed_meanwhile_stops_an_answer(ranks, tiny, tmp_path):
     """It is typed at the third decode step of the first answer, and is the next message."""
     keyboard, terminal = pty.openpty()
