@@ -49,7 +49,7 @@ def texts_of_cells(world, words):
 
 
 @pytest.mark.parametrize("how", [["--eager"], pytest.param([], marks=pytest.mark.slow, id="compiled")])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3))])
 def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny):
     names = WIRINGS if how else WIRINGS[:3]
     words = flags(tiny, "--batch", 1, 2, "--dtype", "float32", *how, "--wiring", *names)

@@ -192,15 +192,13 @@ def logits_in_chunks(world, cases):
     return [[last_logits(net, *rows, chunks=chunks) for chunks in (1, 2, 3)] for net in nets]
 
 
-COMPILED = [(2, changes) for changes in ONE_EACH] + [(3, WIRED[1]), (4, WIRED[1]), (4, {"wiring": "desync"})]
-COMPILED += [(2, OTHERS[1]), (4, OTHERS[3]), (3, OTHERS[-1])]
-COMPILED = [pytest.param(*case, True, marks=pytest.mark.slow) for case in COMPILED]
+COMPILED = [(2, changes, True) for changes in (*ONE_EACH, OTHERS[1], OTHERS[3])]
+COMPILED += [(3, changes, True) for changes in (WIRED[1], OTHERS[-1])]
+COMPILED += [(4, changes, True) for changes in (WIRED[1], OTHERS[3], {"wiring": "desync"})]
 
 
-FAST = [(2, {"wiring": "ladder", "n_layers": 2}, False), pytest.param(2, OTHERS[3], True, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("tp_size, changes, prefill", FAST + COMPILED)
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size, changes, prefill", [(2, {"wiring": "ladder", "n_layers": 2}, False), *COMPILED])
 def test_compiled_ranks_of_every_wiring_compute_what_one_device_does(tp_size, changes, prefill):
     check_ranks(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=prefill)
 

@@ -188,7 +188,6 @@ def test_recompute_keeps_only_the_inputs_of_attentions_and_mlps(fake_world):
 
 # Runs
 
-HOW = ["distilled", *(pytest.param(how, marks=pytest.mark.slow) for how in ("fresh", "plain", "mixture"))]
 STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]
 
 
@@ -253,8 +252,9 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fres
     assert not weights[0]["layers.0.feed_forward.w2.weight"].any() and (weights[0]["norm.weight"] == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:FSDP2")
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["distilled", "fresh", "plain", "mixture"])
 def test_ranks_give_the_losses_of_one(how, retrain, mixture, tmp_path):
     """Of eight windows a step, three ranks get three, three and two."""
     flags = mixture if how == "mixture" else [*retrain, *[f"--{how}"] * (how != "distilled")]
