@@ -110,8 +110,8 @@ def result(job, done, texts):
     if drafted and draft.runner:
         read += drafted * step_bytes(draft.runner.model, draft.runner.cache, slots)
     tpot = done.decode_s / (done.new_tokens - 1) if done.new_tokens > 1 else None
-    new = [len(row) - len(prompt) for row, prompt in zip(done.sequences, done.prompts, strict=True)]
-    later = sum(new) - rows  # tokens after each row's first; a row that has ended gives no more
+    # tokens after each row's first; a row that has ended gives no more
+    later = sum(map(len, done.sequences)) - sum(map(len, done.prompts)) - rows
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     return {
         "model": job.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,

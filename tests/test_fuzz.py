@@ -22,7 +22,7 @@ from formats.tokenizer import load_tokenizer
 from model import Config, Transformer
 from runtime.errors import InputError
 
-SECONDS = 0.8
+SECONDS = 1.2
 DEMO, TEXT = ROOT / "demo", "Once upon a time\n\tthere were 12 (twelve) little dogs. Zwölf? 十二! \x00 \ufffd <|eot|>"
 TINY = Config(2, 4, 2, 8, 32, 48, 60, 64, bos_id=1, eos_ids=(2,), wiring="spd:1/2", nope_layers=(0,), qk_norm=True)
 NUMBERS = [0, -1, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**64, 10**30]

@@ -24,12 +24,14 @@ def here(monkeypatch):
 
 
 def test_places_in_words_and_blocks_that_hold_them():
-    progress.at("decode step", 0)
-    assert str(progress) == "decode step 0" and progress.timed
+    progress.at("load of", "norm.weight")
+    assert str(progress) == "load of norm.weight" and progress.timed
     with compiling.during("compilation"):
         progress.at("decode step", 1)
         assert str(progress) == "compilation" and not progress.timed and progress.beats == 2
-    assert str(progress) == "decode step 0" and progress.timed
+    assert str(progress) == "load of norm.weight" and progress.timed
+    progress.at("decode step", 0)
+    assert str(progress) == "decode step 0"
 
 
 def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():

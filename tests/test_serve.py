@@ -297,7 +297,7 @@ def memory(pids):
     return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") for pid in pids)
 
 
-@pytest.mark.parametrize("each", [3, pytest.param(25, marks=slow)])
+@pytest.mark.parametrize("each", [5, pytest.param(25, marks=slow)])
 def test_eight_clients_at_once_get_their_answers(server, model, each):
     r, words = random.Random(each), ["the", "dog", "ran", "to", "big", "park", "and", "saw", "Lily", "red"]
     asked = [(" ".join(r.choices(words, k=r.randrange(1, 60))), r.randrange(1, 40)) for _ in range(8 * each)]
