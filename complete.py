@@ -48,10 +48,10 @@ def complete(
     rows = [tokenizer.encode(text) for text in prompts]
     slots = max(map(len, rows)) + cli.fit(max_new_tokens, rows, model.config.max_seq_len)
     cache = make_cache(model, len(rows), slots, in_buckets=compile)  # calls of about the same length share a graph
-    runner, drafter = Runner(model, cache, compile), None
+    runner = Runner(model, cache, compile)
     if draft is not None:
-        drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner)
-    generation = Generation(runner, rows, max_new_tokens, sampler, model.config.eos_ids, drafter)
+        runner.draft = load_extra("drafts", "draft").of_model(draft, proposals, runner)
+    generation = Generation(runner, rows, max_new_tokens, sampler, model.config.eos_ids)
     texts = pieces(tokenizer, generation)
     return texts if stream else ["".join(text) for text in zip(*texts, strict=True)]
 

@@ -71,11 +71,7 @@ class Runner:
 
             self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
         self.graphs = self.decode_model if compile and self.device.type == "cuda" else None
-
-    def with_model(self, model, cache=None):
-        """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-        cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
-        return Runner(model, cache, self.compiles, self.compiles_prefill, self.chunks)
+        self.draft = None  # one of extras/drafts, which then makes the steps
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, cached_tokens=0):
@@ -122,14 +118,15 @@ class Runner:
         logits = self.decode(tokens, positions, longest)[:, 0]
         return sample(logits, self.model.comm)[:, None].tolist()
 
-    def new_step(self, draft=None):
-        """Return step(sequences, done, sample) -> the new ids of each row, for one generation.
+    def new_step(self, cached_tokens=0):
+        """Return step(sequences, done, sample) -> [the new ids of each row], for one generation; before its prefill.
 
         done: which rows have ended. On a GPU it starts the next step before the ids of this one reach the CPU, and,
-        compiled, replays a CUDA graph. draft: makes a step yield several ids (extras/drafts).
+        compiled, replays a CUDA graph. With a draft it may yield several ids of a row. cached_tokens: as for prefill.
         """
-        if draft:
-            return functools.partial(draft.step, self)
+        if self.draft:
+            self.draft.begin(cached_tokens)
+            return functools.partial(self.draft.step, self)
         if self.device.type == "cpu":
             return self.step
         from decoding.run_ahead import RunAhead
@@ -168,13 +165,12 @@ class Generation:
     caller may stop early. What it does between steps is not timed; on a GPU the next step runs meanwhile.
 
     runner: its cache has slots for the longest prompt and max_new_tokens. prompts: non-empty lists of token ids, of any
-    lengths. sample: a Sampler or a callable like it. draft: one of extras/drafts, with which a step may yield several
-    tokens of a row, and which needs a Sampler. cached_tokens: see Runner.prefill. The iteration raises InputError if
-    logits are not finite.
+    lengths. sample: a Sampler, or without a draft any callable like it. cached_tokens: see Runner.prefill. The
+    iteration raises InputError if logits are not finite.
     """
 
-    def __init__(self, runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None, cached_tokens=0):
-        self.runner, self.prompts, self.sample, self.draft = runner, prompts, sample, draft
+    def __init__(self, runner, prompts, max_new_tokens, sample, eos_ids=(), cached_tokens=0):
+        self.runner, self.prompts, self.sample = runner, prompts, sample
         self.eos_ids, self.cached_tokens = eos_ids, cached_tokens
         context = runner.model.config.max_seq_len
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
@@ -186,11 +182,9 @@ class Generation:
 
     @torch.inference_mode()
     def __iter__(self):
-        runner, step = self.runner, self.runner.new_step(self.draft)
+        runner, step = self.runner, self.runner.new_step(self.cached_tokens)
         progress.at("prefill")
         start = time.perf_counter()
-        if self.draft:
-            self.draft.begin(self.cached_tokens)
         logits = runner.prefill(*pad(self.prompts, runner.device), self.cached_tokens)
         new = self.take(self.sample(logits, runner.model.comm)[:, None].tolist())  # tolist waits for the device
         self.prefill_s = time.perf_counter() - start
@@ -242,8 +236,8 @@ def generate(*args, **kwargs):
 
 
 def load(job):
-    """Load what a cli.Job asks for; returns (its Runner, its draft or None, {"load_s", "compile_s"}: seconds)."""
-    args, world, draft, start = job.args, job.world, None, time.perf_counter()
+    """Load what a cli.Job asks for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
+    args, world, start = job.args, job.world, time.perf_counter()
     model = load_model(job.config, args.checkpoint, args.dtype, world)
     cache = make_cache(model, len(job.prompts), job.slots)
     with world.together():
@@ -252,25 +246,25 @@ def load(job):
         if job.draft_source:
             alone = launch.World(0, 1, world.device)  # a draft's own weights are not sharded
             load_whole = functools.partial(load_model, dtype=args.dtype, world=alone)
-            draft = load_extra("drafts", "--draft").build(job.draft_source, runner, load_whole)
+            runner.draft = load_extra("drafts", "--draft").build(job.draft_source, runner, load_whole)
     seconds = {"load_s": time.perf_counter() - start, "compile_s": 0.0}
     if args.compile:
         from runtime import compiling
 
         world.say("compiling ...")
-        seconds["compile_s"] = compiling.warm_up(runner, job.prompts, job.max_new_tokens, job.sample, draft)
-    return runner, draft, seconds
+        seconds["compile_s"] = compiling.warm_up(runner, job.prompts, job.max_new_tokens, job.sample)
+    return runner, seconds
 
 
 def main(argv=None):
     args = cli.parse_generation_flags(__doc__, argv)
     world = launch.join(args.device, vars(args))  # this rank and the others: rank, shares, device, group
     job = cli.Job(args, world)
-    runner, draft, seconds = load(job)
+    runner, seconds = load(job)
     if cli.is_chat(args):
-        return load_extra("chat", "--chat without a prompt").chat_on_terminal(job, runner, draft, Generation)
+        return load_extra("chat", "--chat without a prompt").chat_on_terminal(job, runner, Generation)
     printer = cli.Printer(world.rank, job.prompts, job.tokenizer, job.max_new_tokens, show_prompt=args.chat is None)
-    generation = Generation(runner, job.prompts, job.max_new_tokens, job.sample, job.config.eos_ids, draft)
+    generation = Generation(runner, job.prompts, job.max_new_tokens, job.sample, job.config.eos_ids)
     with runner.unguarded():
         for ids in generation:
             printer.push(ids)

@@ -16,8 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import fields
-from kernels import norms
-from kernels.positions import attention_metadata, rope_frequencies
+from kernels.attention import attention_metadata, norm_heads, rope_frequencies, rotate
 from runtime.errors import load_extra  # load_extra(NAME, what needs it) imports extras/NAME
 
 # ---- The wirings -----------------------------------------------------------------------------------------------------
@@ -144,17 +143,6 @@ WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the e
 # ---- The layers ------------------------------------------------------------------------------------------------------
 
 
-def rotate(x, cos, sin):
-    """Turn each pair (i, i + R/2) of the first R of the H dimensions of x (B, K, G or 1, S, H) by its angle.
-
-    cos, sin: (B, 1, 1, S, R/2).
-    """
-    R = 2 * cos.shape[-1]
-    # contiguous in this order: one long loop for each head, not S short ones
-    a, b, rest = x.float(memory_format=torch.contiguous_format).tensor_split((R // 2, R), dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).type_as(x)
-
-
 class Attention(nn.Module):
     """Grouped-query attention. wqkv is not [all q, all k, all v] but a group of rows for each KV head: its G query
     heads (with attention_gate, each followed by its gate), its key, its value.
@@ -168,7 +156,7 @@ class Attention(nn.Module):
         self.rotates = layer not in config.nope_layers
         self.head_dim, self.score_cap, self.whole_norm = config.head_dim, config.score_cap, config.whole_qk_norm
         self.gates = int(config.attention_gate)  # of a query head: 0 or 1
-        n_heads, n_kv_heads, make_norm = config.n_heads, config.n_kv_heads, norms.NORMS[config.norm]
+        n_heads, n_kv_heads, make_norm = config.n_heads, config.n_kv_heads, fields.NORMS[config.norm]
         width = (n_heads * (1 + self.gates) + 2 * n_kv_heads) * self.head_dim
         self.wqkv = nn.Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = nn.Linear(n_heads * self.head_dim, config.dim, bias=config.wo_bias)
@@ -183,14 +171,14 @@ class Attention(nn.Module):
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D).
 
-        metadata: kernels/positions.py: rope, masks, positions; the same for all layers. cache: None or (k, v), both
+        metadata: kernels/attention.py: rope, masks, positions; the same for all layers. cache: None or (k, v), both
         (B, K, T, H), written to.
         """
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, *, S, H)
         q, k, v = qkv.tensor_split((-2, -1), dim=2)
         q, gate = (q[:, :, ::2], q[:, :, 1::2]) if self.gates else (q, None)
-        q, k = norms.norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
+        q, k = norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
         if self.rotates:
             rope = metadata.window_rope if self.window else metadata.rope
             q, k = rotate(q, *rope), rotate(k, *rope)
@@ -256,7 +244,7 @@ class Block(nn.Module):
             self.feed_forward = load_extra("experts", "n_experts").MoE(config)
         else:
             self.feed_forward = FeedForward(config.dim, config.intermediate_size, config.mlp_bias, config.activation)
-        make = functools.partial(norms.NORMS[config.norm], config.dim, config.norm_eps)
+        make = functools.partial(fields.NORMS[config.norm], config.dim, config.norm_eps)
         for name in config.layer_wirings[layer].norms:
             self.add_module(name, make() if config.input_norms else nn.Identity())
         if config.sum_norms:
@@ -299,7 +287,7 @@ class Transformer(nn.Module):
         table = torch.empty(config.vocab_size, config.dim)
         self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
-        self.norm = norms.NORMS[config.norm](config.dim, config.norm_eps)
+        self.norm = fields.NORMS[config.norm](config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
 
@@ -344,7 +332,7 @@ class Transformer(nn.Module):
         """Return the loop from the embeddings x (B, S, D) to the last layer."""
         comm = self.comm
         if self.config.sum_norms:
-            comm = norms.NormedSums(comm, [n for b in self.layers for n in (b.attention_sum_norm, b.ffn_sum_norm)])
+            comm = NormedSums(comm, [n for b in self.layers for n in (b.attention_sum_norm, b.ffn_sum_norm)])
         sublayers = list_sublayers(self.config, self.layers, metadata, cache)
         return self.config.named_wiring.loop(x, sublayers, comm, self.config)
 
@@ -424,7 +412,7 @@ class Config:
     nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     rotary_dim: int | None = None  # how many dimensions of a head turn, the first ones; None: all
     # norms, MLPs and logits
-    norm: str = "rms"  # one of norms.NORMS
+    norm: str = "rms"  # one of fields.NORMS
     input_norms: bool = True  # of what a sublayer reads
     sum_norms: bool = False  # of the sum of a sublayer's partials, before it is added to x
     mlp_bias: bool = False
@@ -523,6 +511,27 @@ class SingleDevice:
     def gather_logits(self, logits):
         """Return the logits of the whole vocabulary (..., V) from the local ones (..., v)."""
         return logits
+
+
+class NormedSums:
+    """The collectives of a loop whose sums are normed before they are added: settle returns x + norm(wait(pending)).
+
+    norms: one for each sublayer, in the order of their starts.
+    """
+
+    def __init__(self, comm, norms):
+        self.comm, self.norms, self.lanes = comm, iter(norms), comm.lanes
+
+    def start(self, partial):
+        return self.comm.start(partial), next(self.norms)
+
+    def settle(self, x, pending, newer=()):
+        started, norm = pending
+        # not wait: settle also keeps the order
+        return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
+
+    def pin(self, x, newer):
+        return self.comm.pin(x, [later for later, _ in newer])
 
 
 VOCAB_BLOCK = 16  # token ids: a rank holds whole blocks of the output head, and Sampler draws among blocks

@@ -12,7 +12,6 @@ import torch.nn as nn
 from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_slice
-from kernels import cpu
 from model import VOCAB_BLOCK, build, pad_logits
 from runtime.errors import InputError, load_extra, progress
 
@@ -20,7 +19,7 @@ from runtime.errors import InputError, load_extra, progress
 
 
 class TensorParallel:
-    """The collectives of a process group that --comm made (runtime/launch.py); SingleDevice says what they mean."""
+    """The collectives of a process group that --comm made (runtime/ranks.py); SingleDevice says what they mean."""
 
     def __init__(self, config, shares, group):
         from kernels import ordered  # noqa: F401, defines torch.ops.ladder
@@ -207,8 +206,6 @@ def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddin
     tok_embeddings: those of another shard in this process, to share. Raises InputError for tensors that are missing, of
     another shape than the config says, or not finite.
     """
-    if torch.device(device).type == "cpu":
-        cpu.keep_freed_memory()
     model = build(config)
     slices = shard_slices(model, dtype, rank, shares)
     if tok_embeddings is not None:
@@ -217,15 +214,15 @@ def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddin
     for name, piece in tqdm(slices.items(), desc="loading", unit="tensor", delay=1, disable=rank > 0 or None):
         progress.at("load of", name)
         check_shape(weights, name, model.get_parameter(name).shape)
-        _set_parameter(model, name, read_slice(weights, name, piece, device))
+        set_parameter(model, name, read_slice(weights, name, piece, device))
     if config.tie_embeddings:
         start, stop = vocab_range(config.vocab_size, rank, shares)
         for name, tensor in model.tok_embeddings.named_parameters():
-            _set_parameter(model, f"output.{name}", tensor[start:stop])
+            set_parameter(model, f"output.{name}", tensor[start:stop])
     return model.to(device)  # moves the rope frequencies, which are made on the CPU and stay float32
 
 
-def _set_parameter(model, name, tensor):
+def set_parameter(model, name, tensor):
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))

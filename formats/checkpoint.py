@@ -1,8 +1,10 @@
 """A checkpoint folder: config.json and safetensors, with an index when there are several."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
+import mmap
 import os
 import re
 import reprlib
@@ -13,13 +15,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kernels import cpu
-from kernels.positions import rope_frequencies
+from kernels.attention import rope_frequencies
 from model import Config
 from runtime.errors import InputError, progress
 
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
+HUGE = 2**21  # bytes of a huge page
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -189,6 +191,22 @@ def check_shape(weights, name, shape):
         raise InputError(f"tensor {name} is {tuple(stored)}, but the config says {tuple(shape)}")
 
 
+def empty(shape, dtype, device="cpu"):
+    """Return an uninitialised tensor, on a CPU in huge pages if the system has them: address translation takes time.
+
+    It begins at a huge page. What does not fill a huge page at its end lies in small pages.
+    """
+    size = dtype.itemsize * torch.Size(shape).numel()
+    if torch.device(device).type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    every = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -every.data_ptr() % HUGE
+    with contextlib.suppress(OSError):  # a kernel built without them
+        memory.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE * HUGE)
+    return every[start : start + size].view(dtype).view(shape)
+
+
 def read_slice(weights, name, piece, device):
     """Return what a rank holds of a tensor. piece: a tp.ShardSlice.
 
@@ -204,7 +222,7 @@ def read_slice(weights, name, piece, device):
     if ranges:  # of what is stored
         ranges = [(start // columns, -(-stop // columns)) for start, stop in ranges]
         shape[piece.dim] = sum(stop - start for start, stop in ranges)
-    tensor = cpu.empty(shape, dtype, device)
+    tensor = empty(shape, dtype, device)
     weights.fill(tensor, name, piece.dim, ranges)
     if tensor.shape != piece.shape:
         from kernels import int_linear

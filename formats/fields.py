@@ -4,11 +4,20 @@ import functools
 import re
 from typing import NamedTuple
 
+import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels.norms import NORMS
 from runtime.errors import InputError, load_extra
 
+
+class OffsetNorm(nn.RMSNorm):
+    """An RMSNorm times 1 + weight, which is not rounded to the weight's dtype (Gemma's)."""
+
+    def forward(self, x):
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+
+
+NORMS = {"rms": nn.RMSNorm, "rms+1": OffsetNorm, "layer": nn.LayerNorm}
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
 EXPERTS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
 

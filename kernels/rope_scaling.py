@@ -5,7 +5,7 @@ import reprlib
 
 import torch
 
-from kernels.positions import ORIGINAL
+from kernels.attention import ORIGINAL
 
 ROPE_KEYS = {  # by Hugging Face's name
     "linear": ["factor"],

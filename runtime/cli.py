@@ -17,7 +17,6 @@ from formats.tokenizer import TextStream, load_tokenizer
 from model import WIRINGS, WIRINGS_IN_EXTRAS, residual_loop, rewired
 from runtime import report
 from runtime.errors import InputError, load_extra
-from runtime.launch import COLLECTIVES
 
 CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
 
@@ -115,8 +114,10 @@ def add_rank_flags(parser, sharded=False, comm=True):
         parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
     if comm:
-        known = "\n".join(f"{name}: {connect.__doc__.splitlines()[0]}" for name, connect in COLLECTIVES.items())
-        words = f"how ranks sum\n{known}\nothers: extras/collectives/README.md"
+        words = (
+            "how ranks sum\nauto: in shared memory on CPUs of one node, one-shot on GPUs of one if it is faster; else\n"
+        )
+        words += "library: by gloo or NCCL\nothers: extras/collectives/README.md"
         parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
 
 

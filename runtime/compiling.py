@@ -152,7 +152,7 @@ def compile_ahead(runner, prompts):
 
 
 @torch.inference_mode()
-def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
+def warm_up(runner, prompts, max_new_tokens, sample):
     """Compile a prefill and the passes that follow it; returns the seconds.
 
     On a GPU passes of all these lengths are captured, and of the cache_length after them.
@@ -165,13 +165,12 @@ def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
         lengths = {last, *{runner.cache_length(n): n for n in range(end, first - 1, -1)}.values()}
     with _compiling():
         runner.prefill(*pad(prompts, runner.device))
-        if draft:
-            draft.begin()
+        if runner.draft:
+            runner.draft.begin()
         for length in sorted(lengths):
             sequences = [[0] * length for _ in prompts]
-            if draft:
-                for proposals in draft.counts:
-                    draft.warm_up(runner, sequences, proposals)
+            if runner.draft:
+                runner.draft.warm_up(runner, sequences)
             else:
                 runner.new_step()(sequences, None, sample)
     sample.generator.set_state(state)

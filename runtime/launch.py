@@ -1,4 +1,4 @@
-"""How a script starts and ends: where it runs, with whom, how the ranks sum, and why it ends."""
+"""How a script starts and ends: where it runs, with whom, and why it ends."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from formats.checkpoint import first_line
-from runtime.errors import InputError, Verdict, load_extra, progress
+from runtime.errors import InputError, Verdict, progress
 
 watch = None  # the Watch of extras/watch, if this process has one
 at_end = []  # functions to call before this process ends, even if its main thread is stuck
@@ -70,43 +70,7 @@ class World:
         return contextlib.nullcontext()
 
 
-# ---- How ranks sum ---------------------------------------------------------------------------------------------------
-# --comm NAME: once the ranks have met, each calls COLLECTIVES[NAME](world), which returns the process group that
-# TensorParallel sums with, or raises InputError on all ranks alike. An extra adds its own when imported. The first line
-# of the docstring is the help of --comm.
-
-
-def connect_auto(world):
-    """Shared-memory on CPUs of one node, one-shot on GPUs of one if it is faster; else library."""
-    on_gpus = world.device.type == "cuda"
-    try:
-        if on_gpus:
-            return collective("one-shot")(world, if_faster=True)
-        if len({*world.nodes}) == 1:
-            return collective("shared-memory")(world)
-    except InputError as e:
-        world.say(f"{'NCCL' if on_gpus else 'gloo'} carries the all-reduces: {e}")
-    return world.group
-
-
-def connect_library(world):
-    """Sum by gloo or NCCL."""
-    return world.group
-
-
-COLLECTIVES = {"auto": connect_auto, "library": connect_library}
-
-
-def collective(name):
-    """Return the function of COLLECTIVES of this name, if need be from extras/collectives. Raises InputError."""
-    if name not in COLLECTIVES:
-        load_extra("collectives", f"--comm {name}")
-    if name not in COLLECTIVES:
-        raise InputError(f"--comm {name} is unknown: use one of {', '.join(sorted(COLLECTIVES))}")
-    return COLLECTIVES[name]
-
-
-# ---- How ranks meet --------------------------------------------------------------------------------------------------
+# ---- The start -------------------------------------------------------------------------------------------------------
 
 
 def join(device=None, flags=None):
@@ -114,7 +78,7 @@ def join(device=None, flags=None):
 
     device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Of several ranks each takes the
     GPU of its LOCAL_RANK, or the only one that it sees if each sees another one, as with Slurm. flags: {name: value} of
-    the command line, equal on all ranks; "comm" names one of COLLECTIVES.
+    the command line, equal on all ranks; "comm" names one of ranks.COLLECTIVES.
     Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
     flags = flags or {}
@@ -124,7 +88,6 @@ def join(device=None, flags=None):
         return ranks.meet(device, flags)
     world = World(0, 1, None, shares=flags.get("shares"))
     if (comm := flags.get("comm", "auto")) != "auto":
-        collective(comm)  # is there such a way?
         raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
     world.device = choose_device(device)
     return world
@@ -144,7 +107,9 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
         device = f"cuda:{local_rank if tp_size > 1 and not own_gpu else 0}"
     if device not in known:
         raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
-    if device != "cpu":
+    if device == "cpu":
+        keep_freed_memory()
+    else:
         try:
             torch.cuda.set_device(torch.device(device))
         except RuntimeError as e:  # above all a driver that is too old for this PyTorch
@@ -153,6 +118,14 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
             raise InputError(f"{device} is a slice of a GPU (MIG), which NCCL does not connect: run one rank alone")
         torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a prompt
     return torch.device(device)
+
+
+def keep_freed_memory():
+    """Let glibc reuse freed memory: otherwise a prefill spends its time on page faults."""
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
 # ---- Signals: whatever cleans up has its turn, as at Ctrl-C ----------------------------------------------------------

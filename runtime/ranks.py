@@ -1,4 +1,4 @@
-"""How ranks meet, and leave: they are compared, make torch.distributed's group, and the first that leaves says why.
+"""How ranks meet, sum and leave: they are compared, make a process group, and the first that leaves says why.
 
 A run of one process does not import this file.
 """
@@ -21,7 +21,7 @@ from formats.checkpoint import first_line
 from formats.compare import digest
 from kernels import gloo
 from runtime import launch
-from runtime.errors import InputError, StoreLost, find_extra, progress
+from runtime.errors import InputError, StoreLost, find_extra, load_extra, progress
 
 _gathers = collections.Counter()  # of each number of ranks: the Worlds of a process share the store
 
@@ -78,6 +78,44 @@ class World(launch.World):
                 raise InputError(message)
 
 
+# ---- How ranks sum ---------------------------------------------------------------------------------------------------
+# --comm NAME: once the ranks have met, each calls COLLECTIVES[NAME](world), which returns the process group that
+# TensorParallel sums with, or raises InputError on all ranks alike. An extra adds its own when imported.
+
+
+def connect_auto(world):
+    """Sum in shared memory on CPUs of one node, one-shot on GPUs of one if that is faster; else as library does."""
+    on_gpus = world.device.type == "cuda"
+    try:
+        if on_gpus:
+            return collective("one-shot")(world, if_faster=True)
+        if len({*world.nodes}) == 1:
+            return collective("shared-memory")(world)
+    except InputError as e:
+        world.say(f"{'NCCL' if on_gpus else 'gloo'} carries the all-reduces: {e}")
+    return world.group
+
+
+def connect_library(world):
+    """Sum by gloo or NCCL."""
+    return world.group
+
+
+COLLECTIVES = {"auto": connect_auto, "library": connect_library}
+
+
+def collective(name):
+    """Return the function of COLLECTIVES of this name, if need be from extras/collectives. Raises InputError."""
+    if name not in COLLECTIVES:
+        load_extra("collectives", f"--comm {name}")
+    if name not in COLLECTIVES:
+        raise InputError(f"--comm {name} is unknown: use one of {', '.join(sorted(COLLECTIVES))}")
+    return COLLECTIVES[name]
+
+
+# ---- How ranks meet and leave ----------------------------------------------------------------------------------------
+
+
 def visible_gpus(device=None):
     """Return the UUIDs of the GPUs that this process sees, none if it is to run on the CPU."""
     try:
@@ -91,7 +129,7 @@ def meet(device, flags):
     """Choose this rank's device, compare the ranks and connect them; returns the World. See launch.join."""
     rank, tp_size = launch.rank_and_size()
     connect, world = (
-        launch.collective(flags.get("comm", "auto")),
+        collective(flags.get("comm", "auto")),
         World(rank, tp_size, None, shares=flags.get("shares")),
     )
     if dist.is_initialized():

@@ -11,7 +11,7 @@ import torch
 from formats.checkpoint import dtype_name
 from model import build
 from runtime.errors import load_extra
-from tp import shard_plan, shard_slices
+from tp import set_parameter, shard_slices
 
 GRAPH_BYTES = 4e8  # of a GPU's captured decode steps, 20 MB each by estimate
 
@@ -30,14 +30,17 @@ def _kilobytes(path, name):
     return 1024 * int(info.read_text().partition(name)[2].split()[0]) if info.is_file() else None
 
 
-def cache_bytes(config, plan, dtype, slots):
-    """Return the bytes of a row of a rank's cache. plan: its shard_plan."""
-    qkv, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
-    width, states = qkv - queries * (1 + config.attention_gate), len(config.linear_layers)  # of keys and values
-    result = (config.n_layers - states) * slots * width * dtype.itemsize
-    if states:
-        result += states * load_extra("linear_attention", "linear_layers").state_bytes(config, plan, dtype)
-    return result
+def shard_on_meta(config, dtype, rank, shares):
+    """Return (a rank's Transformer on the device "meta", without memory; {name: ShardSlice} of its weights)."""
+    model = build(config)
+    slices = shard_slices(model, dtype, rank, shares)
+    for name, piece in slices.items():
+        set_parameter(model, name, torch.empty(piece.shape, dtype=piece.dtype, device="meta"))
+    return model, slices
+
+
+def cache_bytes(model, rows, slots):
+    return sum(tensor.nbytes for layer in model.new_cache(rows, slots) for tensor in layer)
 
 
 def warn_of_memory(world, config, dtype, rows, slots):
@@ -49,10 +52,9 @@ def warn_of_memory(world, config, dtype, rows, slots):
     """
     if world.rank > 0 and len({*world.shares}) == 1 and world.tp_size % config.n_kv_heads in (0, world.tp_size):
         return
-    place = world.rank, world.shares
-    pieces = shard_slices(build(config), dtype, *place).values()
-    needed = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in pieces)
-    needed += rows * cache_bytes(config, shard_plan(config, *place), dtype, slots)
+    model, slices = shard_on_meta(config, dtype, world.rank, world.shares)
+    needed = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices.values())
+    needed += cache_bytes(model, rows, slots)
     free = free_bytes(world.device)
     if world.device.type == "cuda":
         needed += GRAPH_BYTES
@@ -102,8 +104,8 @@ def result(job, done, texts):
 
     Every rank calls it: it gathers.
     """
-    runner, draft, source, config, world = done.runner, done.draft, job.draft_source, job.config, job.world
-    longest, rows, passes = max(map(len, job.prompts)), len(job.prompts), done.steps
+    runner, source, config, world = done.runner, job.draft_source, job.config, job.world
+    longest, rows, passes, draft = max(map(len, job.prompts)), len(job.prompts), done.steps, runner.draft
     slots = longest + done.new_tokens / 2  # filled in the mean pass
     drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass
     read = step_bytes(runner.model, runner.cache, slots, drafted)

@@ -306,7 +306,7 @@ def _join(rank, port):
     for size in range(max(2, rank + 1), RANKS):
         world = _worlds[size]
         world.nodes, world.group = _worlds[RANKS].nodes[:size], world.dist_group
-        world.group = launch.connect_auto(world)
+        world.group = ranks.connect_auto(world)
 
 
 def _call(work):

@@ -20,7 +20,8 @@ from helpers import HANGS, ROOT, free_port, run_ranks
 from extras.collectives import one_shot, shared_memory
 from extras.measure import link
 from runtime.errors import InputError
-from runtime.launch import World, connect_auto
+from runtime.launch import World
+from runtime.ranks import connect_auto
 
 OPS = torch.ops._c10d_functional
 SLOTS, SLOT = 4, 256  # bytes: small ones, so that small messages have many pieces

@@ -19,7 +19,7 @@ import generate
 from complete import load
 from decoding.batch import Sampler, make_cache
 from extras.drafts import speculative
-from extras.drafts.named import of_model, read_draft, rewire
+from extras.drafts.named import like, of_model, read_draft, rewire
 from generate import Runner
 from runtime import compiling
 from runtime.errors import InputError
@@ -57,21 +57,23 @@ def rewirings(net):
     return models
 
 
-def make_runners(net, draft, count, rows, length, compile=False):
-    """(a Runner with a cache of just that length, its Draft or None). draft: "ngram", a model, one of rewire, None."""
+def make_runner(net, draft, count, rows, length, compile=False):
+    """A Runner with a cache of just that length, and its draft. draft: "ngram", a model, one of rewire, or None."""
     runner = Runner(net, make_cache(net, rows, length), compile)
     if draft and draft != "ngram" and draft._modules is net._modules:
-        return runner, speculative.ModelDraft(count, runner.with_model(draft, runner.cache))
-    return runner, draft and of_model(draft, count, runner)
+        runner.draft = speculative.ModelDraft(count, like(runner, draft, runner.cache))
+    elif draft:
+        runner.draft = of_model(draft, count, runner)
+    return runner
 
 
 def generated(net, draft=None, count=0, prompts=PROMPTS, new=14, sample=GREEDY, eos_ids=()):
     """(Generation, what drafted)."""
-    runner, draft = make_runners(net, draft, count, len(prompts), max(map(len, prompts)) + new)
-    done = generate.Generation(runner, prompts, new, sample, eos_ids, draft)
+    runner = make_runner(net, draft, count, len(prompts), max(map(len, prompts)) + new)
+    done = generate.Generation(runner, prompts, new, sample, eos_ids)
     shown = [*done]
     assert done.rows == [sum(ids, []) for ids in zip(*shown, strict=True)]
-    return done, draft
+    return done, runner.draft
 
 
 # ---- Greedy: the tokens of decoding without a draft ------------------------------------------------------------------
@@ -125,8 +127,8 @@ def test_greedy_tokens_do_not_know_of_a_draft(ranks, wiring):
 def test_a_small_model_proposes_what_it_would_say_itself(prompts, count, new):
     """However many of its proposals were accepted in each row; one row goes on, as in a chat."""
     net, draft, cached, seen = mild(BASE), noisy(mild(BASE), 0.05), 0, []
-    runner, used = make_runners(net, draft, count, len(prompts), 40)
-    propose = used.propose
+    runner = make_runner(net, draft, count, len(prompts), 40)
+    used, propose = runner.draft, runner.draft.propose
 
     def checked(sequences, done, sample):
         proposals = propose(sequences, done, sample)
@@ -137,7 +139,7 @@ def test_a_small_model_proposes_what_it_would_say_itself(prompts, count, new):
 
     used.propose = checked
     for _ in range(3 - len(prompts) // 2):
-        rows = generate.generate(runner, prompts, new, GREEDY, draft=used, cached_tokens=cached).rows
+        rows = generate.generate(runner, prompts, new, GREEDY, cached_tokens=cached).rows
         prompts = [prompt + row + [20, 21, 22] for prompt, row in zip(prompts, rows, strict=True)]
         assert used.cached >= min(map(len, prompts)) - 3 - (1 + count)
         cached = len(prompts[0]) - 4
@@ -235,13 +237,13 @@ def test_compiled_there_is_one_graph_for_each_number_of_tokens(name):
     torch._dynamo.utils.counters.clear()
     stats = torch._dynamo.utils.counters["stats"]
     draft = {"near": noisy(net, 0.05), "ngram": name, **rewirings(net)}[name]
-    runner, draft = make_runners(net, draft, 3, 3, 38, True)
-    compiling.warm_up(runner, PROMPTS, 30, GREEDY, draft=draft)
+    runner = make_runner(net, draft, 3, 3, 38, True)
+    compiling.warm_up(runner, PROMPTS, 30, GREEDY)
     graphs = stats["unique_graphs"]
     assert graphs == {"near": 3, "ladder:1,": 2, "ngram": 2}[name]
-    done = generate.generate(runner, PROMPTS, 30, GREEDY, draft=draft)
-    assert done.rows == expected and (name == "ngram" or sum(draft.accepted[n] for n in (1, 2, 3)) > 0)
-    later = generate.generate(runner, PROMPTS[::-1], 25, GREEDY, draft=draft).rows
+    done = generate.generate(runner, PROMPTS, 30, GREEDY)
+    assert done.rows == expected and (name == "ngram" or sum(runner.draft.accepted[n] for n in (1, 2, 3)) > 0)
+    later = generate.generate(runner, PROMPTS[::-1], 25, GREEDY).rows
     assert later == [row[:25] for row in expected[::-1]] and stats["unique_graphs"] == graphs
 
 
@@ -262,15 +264,15 @@ def spoil(runner, row, step):
 def test_logits_that_are_not_finite_are_named_and_those_of_a_draft_do_no_harm(temperature):
     """The model's come in the third pass, of five tokens, after the second of them: the draft is the model."""
     net, sizes, sample = mild(BASE), [], Sampler(temperature)
-    runner, draft = make_runners(net, copy.deepcopy(net), 4, 3, 40)
+    runner = make_runner(net, copy.deepcopy(net), 4, 3, 40)
     spoil(runner, 1, 3)
     with pytest.raises(InputError, match="row 1 in step 12 are NaN or infinite"):
-        for fresh in generate.Generation(runner, PROMPTS, 30, sample, draft=draft):
+        for fresh in generate.Generation(runner, PROMPTS, 30, sample):
             sizes.append([*map(len, fresh)])
     assert sizes == [[1] * 3, [5] * 3, [5] * 3]
-    runner, draft = make_runners(net, noisy(net, 0.05), 3, 3, 27)
-    spoil(draft.runner, 1, 2)
-    rows = generate.generate(runner, PROMPTS, 20, sample, draft=draft).rows
+    runner = make_runner(net, noisy(net, 0.05), 3, 3, 27)
+    spoil(runner.draft.runner, 1, 2)
+    rows = generate.generate(runner, PROMPTS, 20, sample).rows
     assert temperature or rows == generated(net, new=20)[0].rows
     assert [len(row) for row in rows] == [20] * 3 and all(0 <= i < BASE.vocab_size for i in sum(rows, []))
 

@@ -29,7 +29,7 @@ from formats import checkpoint
 from formats.sizes import RandomWeights, named_size
 from generate import Runner
 from kernels import int_linear
-from runtime import launch, report
+from runtime import launch, ranks, report
 from runtime.errors import InputError
 
 MIXTURE = dataclasses.replace(
@@ -77,7 +77,7 @@ def test_ranks_compute_the_same(ranks, compile, chunks):
 def stream_of(world, name, steps):
     """The sums of different partials, as a model's stream would have them."""
     world.group = world.dist_group or dist.group.WORLD
-    world.group = launch.collective(name)(world)
+    world.group = ranks.collective(name)(world)
     comm = tp.TensorParallel(BASE, world.shares, world.group)
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.zeros(3, 4096, dtype=torch.bfloat16)

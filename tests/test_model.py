@@ -11,7 +11,7 @@ from test_wiring import check_against_the_reference
 
 from formats import checkpoint
 from formats.sizes import SIZES
-from kernels.positions import rope_frequencies
+from kernels.attention import rope_frequencies
 from model import build
 from runtime.errors import InputError
 

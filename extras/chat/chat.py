@@ -37,10 +37,10 @@ def is_stopped(steps, world):
     return bool(stopped)
 
 
-def chat_on_terminal(job, runner, draft, Generation):
+def chat_on_terminal(job, runner, Generation):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
-    job: a cli.Job. runner, draft: what generate.load returns for it. Generation: generate.py's class, which to import
+    job: a cli.Job. runner: generate.load's for it. Generation: generate.py's class, which to import
     would load that script once more.
     """
     world, tokenizer, context = job.world, job.tokenizer, min(CHAT_CONTEXT, job.config.max_seq_len)
@@ -77,7 +77,7 @@ def chat_on_terminal(job, runner, draft, Generation):
         printer = Printer(world.rank, [ids], tokenizer, new, show_prompt=False)
         known = len(os.path.commonprefix([cached, ids[:-1]]))
         ends = job.config.eos_ids
-        answer = Generation(runner, [ids], new, job.sample, ends, draft, cached_tokens=known)
+        answer = Generation(runner, [ids], new, job.sample, ends, cached_tokens=known)
         for steps, fresh in enumerate(answer, start=1):
             printer.push(fresh)
             if is_stopped(steps, world):

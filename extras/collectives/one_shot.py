@@ -15,7 +15,7 @@ from extras.group import Group, Pending
 from runtime import launch
 from runtime.benchmarking import timed
 from runtime.errors import InputError, progress
-from runtime.launch import COLLECTIVES
+from runtime.ranks import COLLECTIVES
 
 ONE_SHOT = 2**18  # bytes up to which each rank sums the whole tensor; of a larger one, each sums its share for all
 BUFFER = 2**24  # bytes of memory that the peers can read; larger sums go through NCCL

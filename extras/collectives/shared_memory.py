@@ -16,7 +16,7 @@ from extras.group import new_name
 from formats.checkpoint import first_line
 from kernels import ordered  # noqa: F401, defines the operators that shared_memory.cpp implements
 from runtime.errors import InputError
-from runtime.launch import COLLECTIVES
+from runtime.ranks import COLLECTIVES
 
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; a slot takes memory only where a message has filled it
 GROUP = "shared-memory"

@@ -10,7 +10,7 @@ from extras.drafts.speculative import ModelDraft, Ngrams, SmallModel
 from formats import checkpoint
 from formats.compare import check_vocabulary
 from formats.fields import wiring_name
-from model import WIRINGS, Config, parse_wiring, rewired
+from model import WIRINGS, Config, cache_slots, parse_wiring, rewired
 from runtime.errors import InputError
 
 
@@ -82,16 +82,22 @@ def rewire(model, config):
     return model
 
 
+def like(runner, model, cache=None):
+    """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
+    cache = cache or model.new_cache(len(runner.cache[0][0]), cache_slots(runner.cache))
+    return type(runner)(model, cache, runner.compiles, runner.compiles_prefill, runner.chunks)
+
+
 def build(source, runner, load):
     """Return the Draft of a Source for the model of a Runner. load(config, folder): returns a whole model."""
     if source.config is None:
         return Ngrams(source.count)
     if source.folder is None:
-        return ModelDraft(source.count, runner.with_model(rewire(runner.model, source.config), runner.cache))
-    return SmallModel(source.count, runner.with_model(load(source.config, source.folder)))
+        return ModelDraft(source.count, like(runner, rewire(runner.model, source.config), runner.cache))
+    return SmallModel(source.count, like(runner, load(source.config, source.folder)))
 
 
 def of_model(draft, count, runner):
     """Return the Draft that complete()'s `draft` asks for, "ngram" or a model, to help the model of a Runner."""
     check_models("draft", runner.model.config, draft=None if draft == "ngram" else draft.config)
-    return Ngrams(count) if draft == "ngram" else SmallModel(count, runner.with_model(draft))
+    return Ngrams(count) if draft == "ngram" else SmallModel(count, like(runner, draft))

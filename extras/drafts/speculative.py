@@ -47,12 +47,13 @@ class Draft:
         return new
 
     @torch.inference_mode()
-    def warm_up(self, runner, sequences, count):
-        """Run the passes of a step that verifies `count` proposals."""
-        ids = torch.zeros(len(sequences), count, dtype=torch.long, device=runner.device)
+    def warm_up(self, runner, sequences):
+        """Run the passes of steps with all these numbers of proposals."""
         sample = Sampler(0, device=runner.device)
-        self.propose(sequences, [False] * len(sequences), sample)
-        verify(runner, sequences, ids, None, sample)
+        for count in self.counts:
+            ids = torch.zeros(len(sequences), count, dtype=torch.long, device=runner.device)
+            self.propose(sequences, [False] * len(sequences), sample)
+            verify(runner, sequences, ids, None, sample)
 
 
 class Ngrams(Draft):

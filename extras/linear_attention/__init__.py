@@ -1,10 +1,10 @@
 """Layers of linear attention (Qwen3-Next, Qwen3.5 and 3.6), which the core imports for a config with linear_layers."""
 
-from extras.linear_attention.layer import GatedDeltaNet, LinearWeights, check, row_ranges, state_bytes, values_from_hf
+from extras.linear_attention.layer import GatedDeltaNet, LinearWeights, check, row_ranges, values_from_hf
 from formats.sizes import SIZES
 from model import Config
 
-__all__ = ["GatedDeltaNet", "LinearWeights", "check", "row_ranges", "state_bytes", "values_from_hf"]
+__all__ = ["GatedDeltaNet", "LinearWeights", "check", "row_ranges", "values_from_hf"]
 
 SIZES["qwen3.6-27b"] = Config(
     64, 24, 4, 256, 5120, 17408, 248320, 262144, 1e-6, 1e7, rotary_dim=64, norm="rms+1", qk_norm=True,

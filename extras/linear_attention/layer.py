@@ -149,13 +149,6 @@ def row_ranges(config, first, last):
     return {name: (int(name == "wout"), [(first * n, last * n)]) for name, n in rows.items()}
 
 
-def state_bytes(config, plan, dtype):
-    """Return the bytes of a layer's cache for a row, of any length. plan: a rank's tp.shard_plan."""
-    X, Y, W = (config.linear_attention[name] for name in ("key_dim", "value_dim", "conv_width"))
-    ((first_head, last_head),), ((first, last),) = plan["A_log"][1], plan["conv"][1]
-    return (last_head - first_head) * X * Y * 4 + (last - first) * (W - 1) * dtype.itemsize
-
-
 def values_from_hf(hf):
     """Return the values of Config for a family with linear attention, of the result of huggingface.read_hf."""
     n_layers, types, interval = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("full_attention_interval")

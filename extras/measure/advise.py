@@ -18,11 +18,10 @@ from extras.lanes.lanes import lanes_of_rank
 from extras.measure import link
 from extras.measure.clock import run_layers, variants
 from formats.checkpoint import dtype_name
-from model import build, rewired
+from model import rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
-from tp import shard_plan, shard_slices
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
 
@@ -41,15 +40,16 @@ def decode_work(config, dtype, tp_size, batch, context):
     embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not suit the config.
     """
     kept = *config.kept, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.kept)
-    whole = build(dataclasses.replace(config, tie_embeddings=False, kept=kept))
-    ranks = [rank_work(whole, dtype, rank, (1,) * tp_size, batch, context) for rank in range(tp_size)]
+    config = dataclasses.replace(config, tie_embeddings=False, kept=kept)
+    ranks = [rank_work(config, dtype, rank, (1,) * tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
 
 
-def rank_work(whole, dtype, rank, shares, batch, context):
-    """Return what decode_work says of one rank. whole: a model of all ranks, as build makes it."""
-    config, n_bytes, flops = whole.config, Counter(), Counter()
-    for name, (shape, stored, *_) in shard_slices(whole, dtype, rank, shares).items():
+def rank_work(config, dtype, rank, shares, batch, context):
+    """Return what decode_work says of one rank."""
+    model, slices = report.shard_on_meta(config, dtype, rank, shares)
+    n_bytes, flops = Counter(), Counter()
+    for name, (shape, stored, *_) in slices.items():
         if "norm" in name or "tok_embeddings" in name:
             continue
         place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
@@ -60,9 +60,10 @@ def rank_work(whole, dtype, rank, shares, batch, context):
         n_bytes[place] += size * stored.itemsize * read
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
-    plan, rows = shard_plan(config, rank, shares), batch * context * (config.n_layers - len(config.linear_layers))
-    n_bytes["attention"] += batch * report.cache_bytes(config, plan, dtype, context)
-    flops["attention"] += 4 * rows * sum(stop - start for start, stop in plan["wo"][1])  # rows: of keys and values
+    n_bytes["attention"] += report.cache_bytes(model, batch, context)
+    rows = batch * context  # of keys and values
+    widths = [b.attention.wo.in_features for i, b in enumerate(model.layers) if i not in config.linear_layers]
+    flops["attention"] += 4 * rows * sum(widths)
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
     layers = {"attention": config.n_layers, "feed_forward": config.n_layers, "rest": 1}
     return {place: Work(n_bytes[place] / n, flops[place] / n) for place, n in layers.items()}

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
+from kernels.attention import attention_metadata
 from kernels.int_linear import recast
-from kernels.positions import attention_metadata
 from model import Transformer, interleave
 from model import build as build_model
 from runtime import cli, launch, writing

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from formats import checkpoint
-from kernels.positions import rope_frequencies
+from kernels.attention import rope_frequencies
 from runtime import writing
 from runtime.errors import InputError, progress
 

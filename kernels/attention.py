@@ -1,4 +1,4 @@
-"""What depends on the positions of tokens: the angles of rotary embeddings, attention masks, scales of queries.
+"""What attention does to queries and keys, beside their products: norms, rotary embeddings, scales and masks.
 
 Shape letters: model.py.
 """
@@ -25,6 +25,37 @@ def rope_frequencies(config):
     if config.window_rope_theta:
         frequencies = torch.stack((frequencies[0], 1.0 / config.window_rope_theta**exponents))
     return frequencies.contiguous()
+
+
+def rotate(x, cos, sin):
+    """Turn each pair (i, i + R/2) of the first R of the H dimensions of x (B, K, G or 1, S, H) by its angle.
+
+    cos, sin: (B, 1, 1, S, R/2).
+    """
+    R = 2 * cos.shape[-1]
+    # contiguous in this order: one long loop for each head, not S short ones
+    a, b, rest = x.float(memory_format=torch.contiguous_format).tensor_split((R // 2, R), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).type_as(x)
+
+
+def norm_heads(q, k, q_norm, k_norm, comm=None):
+    """Return queries (B, K, G, S, H) and keys (B, K, 1, S, H), normed head by head, or with `comm` all heads together.
+
+    q_norm, k_norm: RMSNorms; those of all heads have a rank's part of the weights. comm: the collectives that sum the
+    squares over the ranks, in one all-reduce.
+    """
+    if comm is None:
+        return q_norm(q), k_norm(k)
+    (queries,), (keys,) = q_norm.normalized_shape, k_norm.normalized_shape  # of all ranks
+    share = q.shape[2] * keys / queries  # of ranks that share a KV head, each adds its share of the keys' squares
+    squares = torch.stack([q.float().square().sum((1, 2, 4)), k.float().square().sum((1, 2, 4)) * share])
+    sums = comm.wait(comm.start(squares))[:, :, None, None, :, None]  # (2, B, 1, 1, S, 1)
+
+    def normed(x, norm, mean):
+        weight = norm.weight.view(x.shape[1], x.shape[2], 1, x.shape[4])
+        return (x.float() * (mean + norm.eps).rsqrt()).type_as(x) * weight
+
+    return normed(q, q_norm, sums[0] / queries), normed(k, k_norm, sums[1] / keys)
 
 
 class AttentionMetadata(NamedTuple):
