@@ -86,6 +86,8 @@ def measure(args, world):
         wirings = list(dict.fromkeys(args.wiring))
         if world.tp_size == 1:
             wirings = ["standard"] if "standard" in wirings else wirings[:1]
+            if len(args.wiring) > 1:
+                world.say(f"tp 1: {wirings[0]} alone, since on one rank all cost about the same")
     bandwidth = world.gather(benchmarking.read_bandwidth(world.device, world))
     cells = make_cells(load_models(config, wirings, args, world), args, world)
     sample = Sampler(0, device=world.device)
@@ -214,7 +216,8 @@ def main(argv=None):
     if world.rank == 0:
         for line in lines:
             writing.append_line(args.json, line)
-        print(tables(lines), "\n")
+        print(tables(lines))
+        world.say(f"appended {len(lines)} lines to {args.json}\n")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ python generate.py --checkpoint demo --prompt "Once upon a time"
 torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time"
 """
 
-# Every rank runs main. A decode step (Runner.step) is the model, then the sampler (decoding/batch.py): each rank
-# picks candidates from its part of the vocabulary; all gather them and, with the same seed, choose the same token.
+# Every rank runs main. A decode step (Runner.step) is the model, then the Sampler (decoding/batch.py): each rank picks
+# candidates from its part of the vocabulary; all gather them and, by the same --seed, choose the same token. `progress`
+# notes what a rank is doing, for messages and for extras/watch, which ends runs that hang.
 
 import contextlib
 import functools
@@ -32,11 +33,11 @@ MIN_TOKENS = 512  # a shorter pass is not cut in two chunks, which would take a 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     load, lanes = load_shard, config.fixed_lanes  # 8 for spd/8
-    if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer, or not a lane a rank
+    if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer; several lanes on a rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
         weights = checkpoint.open_weights(folder, config, world.device)
-        dtype = checkpoint.chosen_dtype(dtype, folder and weights)
+        dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
     progress.at("preparation", timed=False)  # untimed: to wait here for slower ranks is no hang
     if config.quant:
@@ -95,6 +96,7 @@ class Runner:
                 progress.at("prefill from token", start)
                 end = start + inputs.shape[1]
                 positions = torch.arange(start, end, device=tokens.device).expand(B, -1)
+            # a row's logits are those of the pass with its last token; the others' are replaced, or not taken
             select = (last - start).clamp(-1, inputs.shape[1] - 1)  # -1: this row ended in an earlier pass
             chunks = self.choose_chunks(*inputs.shape)
             new = self.prefill_model(inputs, positions, self.cache, end, select, chunks)[:, 0]
@@ -109,11 +111,11 @@ class Runner:
         are garbage.
         """
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        positions = positions.clamp(max=cache_slots(self.cache) - 1)
+        positions = positions.clamp(max=cache_slots(self.cache) - 1)  # the last slot, which no pass reads
         return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
 
     def step(self, sequences, done, sample):
-        """Return [[the next id] of each row]; done is for drafts. The cache lacks each sequence's last token."""
+        """Return [[the next id] of each row], after its last token, which is not in the cache yet. done: for drafts."""
         tokens, positions, longest = last_tokens(sequences, self.device)
         logits = self.decode(tokens, positions, longest)[:, 0]
         return sample(logits, self.model.comm)[:, None].tolist()
@@ -121,8 +123,9 @@ class Runner:
     def new_step(self, cached_tokens=0):
         """Return step(sequences, done, sample) -> [the new ids of each row], for one generation; before its prefill.
 
-        done: which rows have ended. On a GPU it starts the next step before the ids of this one reach the CPU, and,
-        compiled, replays a CUDA graph. With a draft it may yield several ids of a row. cached_tokens: as for prefill.
+        done: which rows have ended. With a draft a step may return several ids of a row. On a GPU (decoding/run_ahead)
+        it first starts the next step, whose tokens are on the GPU already, and then waits for a copy of its own ids;
+        compiled, a step is the replay of a CUDA graph. cached_tokens: as for prefill.
         """
         if self.draft:
             self.draft.begin(cached_tokens)
@@ -136,7 +139,7 @@ class Runner:
     def cache_length(self, longest):
         """Return how many slots of the cache a pass reads. longest: tokens of the longest row after it.
 
-        On a GPU rounded up, to 2 sizes for each doubling and at most the cache: each is a CUDA graph of its own.
+        On a GPU rounded up, e.g. 513 to 768 and 769 to 1024, at most the cache: each size is a CUDA graph of its own.
         """
         unit = 1 if self.device.type == "cpu" else max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
         return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)
@@ -244,9 +247,7 @@ def load(job):
         runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
         runner.shows_progress = world.rank == 0
         if job.draft_source:
-            alone = launch.World(0, 1, world.device)  # a draft's own weights are not sharded
-            load_whole = functools.partial(load_model, dtype=args.dtype, world=alone)
-            runner.draft = load_extra("drafts", "--draft").build(job.draft_source, runner, load_whole)
+            runner.draft = load_extra("drafts", "--draft").build(job, runner, load_model)
     seconds = {"load_s": time.perf_counter() - start, "compile_s": 0.0}
     if args.compile:
         from runtime import compiling

@@ -24,8 +24,9 @@ from runtime.errors import load_extra  # load_extra(NAME, what needs it) imports
 # A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. comm.start(partial) starts its
 # all-reduce; comm.settle(x, pending) waits for it and returns x plus the sum (SingleDevice, below; tp.TensorParallel).
 # A loop is a generator that runs all sublayers. It yields None after each start, so that interleave can run another
-# chunk of the prompt meanwhile, and x at the end. pin and `newer` change no value: compiled, they keep a wait where
-# something overlaps it (docs/code.md; tests/test_wiring.py -k compiled_code).
+# chunk of the prompt meanwhile, and x at the end. pin and `newer` change no value. The compiler orders by data alone:
+# with them a wait, or the next sublayer, depends on the last start, so that something overlaps it (docs/code.md;
+# tests/test_wiring.py -k compiled_code).
 
 
 def residual_loop(x, sublayers, comm, config):
@@ -35,11 +36,12 @@ def residual_loop(x, sublayers, comm, config):
 
     standard                 stale 0 0 0 0    h0(x) h1(x+s0) h2(x+s0+s1) h3(x+s0+s1+s2)
     ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
-    ladder:1 of 2 layers           0 0 1 1    h0(x) h1(x+s0) h2(x+s0)    h3(x+s0+s1)
+    ladder-2                       2 2 2 2    h0(x) h1(x)    h2(x)       h3(x+s0)
+    ladder:1, the last of 2 layers 0 0 1 1    h0(x) h1(x+s0) h2(x+s0)    h3(x+s0+s1)
     """
     in_flight = []  # all-reduces, oldest first
     for h, stale in sublayers:
-        if in_flight and len(in_flight) <= stale:  # nothing to settle: pin keeps h behind the last start
+        if in_flight and len(in_flight) <= stale:  # nothing to settle, as at the start: pin keeps h behind it
             x = comm.pin(x, newer=in_flight)
         while len(in_flight) > stale:  # all but the last `stale`, which travel while h computes
             x = comm.settle(x, in_flight.pop(0), newer=in_flight)
@@ -52,7 +54,7 @@ def residual_loop(x, sublayers, comm, config):
 
 def interleave(loops):
     """Run loops in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
-    *_, last = zip(*loops, strict=True)  # a round advances each loop to its next yield
+    *_, last = zip(*loops, strict=True)  # runs all rounds; a round advances each loop to its next yield
     return last
 
 
@@ -106,10 +108,11 @@ def attention_into_mlp(x, block, metadata, cache):
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """The sublayers, and what they read. Config.wiring is NAME[-stale][:n][/lanes], e.g. ladder-2 or spd/8.
+    """The sublayers, and what they read.
 
-    Some wirings depend on the number of ranks. "spd/8" fixes it at eight shards, called lanes, each with an x of its
-    own, dealt to 1, 2, 4 or 8 ranks.
+    Config.wiring is NAME[-stale][:n][/lanes]: ladder-2 is two sublayers late, ladder:8 wires the last eight layers,
+    desync:4 keeps every fourth sum. Some wirings depend on the number of ranks: the weights of "spd/8" are for eight
+    shards, called lanes, each with an x of its own, and 1, 2, 4 or 8 ranks compute all of these.
     """
 
     about: str  # its line of --help
@@ -117,10 +120,9 @@ class Wiring:
     blocks: int = 1  # how many share inputs: one sum for all their attentions, one for all their MLPs
     loop: Callable = residual_loop  # runs the sublayers, as described above
     stale: int = 0  # how many of the last sums a sublayer does not wait for
-    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block
+    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # those that the sublayers use, of a block
     n_means: str | None = "layers"  # what n means: "layers", the last n; "period", every n-th sum; None: there is no n
     depends_on_lanes: bool = False  # whether what it computes depends on the number of lanes
-    small_loss: bool = False  # whether standard weights lose little by a few layers of it (benchmarks/quality.md)
     model: type | None = None  # its own subclass of Transformer, with a check(config); extras/lanes loads it
 
 
@@ -129,9 +131,9 @@ WIRINGS = {
     "ladder": Wiring("every sublayer reads the stream one sublayer late", stale=1),
     "parallel": Wiring("attention + MLP of one input", (attention_plus_mlp,), norms=("attention_norm",)),
     "parallel-ladder": Wiring("parallel, one block late", (attention_plus_mlp,), stale=1, norms=("attention_norm",)),
-    "pair": Wiring("two neighbouring blocks of one input", blocks=2, small_loss=True),
+    "pair": Wiring("two neighbouring blocks of one input", blocks=2),
     "pair-ladder": Wiring("pair, one sublayer late", blocks=2, stale=1),
-    "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True, small_loss=True),
+    "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True),
     "spd-ladder": Wiring("spd, one block late", (attention_into_mlp,), stale=1, depends_on_lanes=True),
     "delayed": Wiring("a ladder, but own partials are on time", loop=delayed_loop, stale=1, depends_on_lanes=True),
     "desync": Wiring("only every N-th sum (N=2)", loop=desynced_loop, n_means="period", depends_on_lanes=True),
@@ -171,12 +173,12 @@ class Attention(nn.Module):
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D).
 
-        metadata: kernels/attention.py: rope, masks, positions; the same for all layers. cache: None or (k, v), both
-        (B, K, T, H), written to.
+        metadata: positions, rope, masks, the same for all layers: AttentionMetadata in kernels/attention.py. cache:
+        None or (k, v), both (B, K, T, H), written to.
         """
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, *, S, H)
-        q, k, v = qkv.tensor_split((-2, -1), dim=2)
+        q, k, v = qkv.tensor_split((-2, -1), dim=2)  # of a KV head: G query heads (and gates), its key, its value
         q, gate = (q[:, :, ::2], q[:, :, 1::2]) if self.gates else (q, None)
         q, k = norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
         if self.rotates:
@@ -189,7 +191,7 @@ class Attention(nn.Module):
             cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)  # (B, S, K, H)
             cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
         mask = metadata.window_mask if self.window else metadata.mask
-        if mask is None:  # causal, no earlier keys, no score_cap
+        if mask is None:  # causal, without earlier keys and score_cap: see attention_metadata
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
             y = self.attend(q, *(cache or (k, v)), mask, metadata.positions)
@@ -295,18 +297,20 @@ class Transformer(nn.Module):
     dtype = property(lambda self: self.norm.weight.dtype)  # of activations, and of weights that are not quantized
 
     def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, chunks=1):
-        """Return the local logits (B, S, v), or (B, 1, v) of one token of each row, at its index select (B,).
+        """Return the local logits (B, S, v) after all tokens (B, S) int64, or with select (B,) those (B, 1, v) after
+        one token of each row, at that index.
 
-        tokens (B, S) int64. positions: None starts every row at 0 (training, scoring, prefill), where rows shorter than
-        S are padded on the right; (B, S) continues the rows in the cache, of which the first cache_length slots are
-        read (decode). cache: None, or new_cache's, written in place; linear attention stores no token after `select`
-        (-1: none at all). chunks: how many pieces to cut S into, so that one computes while another's all-reduce
-        travels; more than 1 need a cache.
+        forward(tokens)                                    rows from position 0, padded on the right: scoring, training
+        forward(tokens, None, cache, None, select)         and into the cache, new_cache's: the first pass of a prefill
+        forward(tokens, positions (B, S), cache, length)   goes on after rows in the cache: decode, later passes
+
+        cache_length: slots that the pass reads, its own included. Linear attention stores no token after `select` (-1:
+        none at all). chunks: of S; one computes while another's all-reduce travels. More than 1 need a cache.
         """
-        x = torch.cat(interleave(self.loops(tokens, positions, cache, cache_length, select, chunks)), dim=1)
+        x = torch.cat(interleave(self.chunk_loops(tokens, positions, cache, cache_length, select, chunks)), dim=1)
         return self.head(x, select)
 
-    def loops(self, tokens, positions, cache, cache_length, select, chunks):
+    def chunk_loops(self, tokens, positions, cache, cache_length, select, chunks):
         """Yield the loop of each chunk of the sequence; the arguments are those of forward.
 
         In each layer a chunk attends to the keys of those before it, which interleave has put into the cache.
@@ -314,7 +318,7 @@ class Transformer(nn.Module):
         S, fresh = tokens.shape[1], positions is None
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
-        n_keys = 0 if fresh else cache_length - S  # slots that are read before the next chunk's
+        n_keys = 0 if fresh else cache_length - S  # slots in the cache before this chunk's
         last = None if select is None else positions[:, :1] + select[:, None]  # the position of each selected token
         max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: decoding/batch.py
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
@@ -369,11 +373,6 @@ def build(config):
 # ---- The configuration -----------------------------------------------------------------------------------------------
 
 
-def parse_wiring(text):
-    """Return the Parsed (formats/fields.py) of a wiring's text. Raises InputError."""
-    return fields.parse_wiring_text(text, WIRINGS, WIRINGS_IN_EXTRAS)
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The shape and settings of a checkpoint, as in its config.json. Raises InputError."""
@@ -392,7 +391,7 @@ class Config:
     tie_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    wiring: str = "standard"  # see fields.parse_wiring_text
+    wiring: str = "standard"  # see fields.parse_wiring
     # quantization
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns
@@ -436,7 +435,7 @@ class Config:
         _ = self.layer_wirings  # once, now: the compiler cannot trace how text is parsed
         fields.check(self)
 
-    parsed = functools.cached_property(lambda self: parse_wiring(self.wiring))
+    parsed = functools.cached_property(lambda self: fields.parse_wiring(self.wiring, WIRINGS, WIRINGS_IN_EXTRAS))
 
     @functools.cached_property
     def named_wiring(self):
@@ -527,7 +526,7 @@ class NormedSums:
 
     def settle(self, x, pending, newer=()):
         started, norm = pending
-        # not wait: settle also keeps the order
+        # added to zeros, since settle keeps the order and wait does not
         return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
 
     def pin(self, x, newer):

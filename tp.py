@@ -19,7 +19,7 @@ from runtime.errors import InputError, load_extra, progress
 
 
 class TensorParallel:
-    """The collectives of a process group that --comm made (runtime/ranks.py); SingleDevice says what they mean."""
+    """The collectives of a process group, which runtime/ranks.py makes; model.SingleDevice says what each does."""
 
     def __init__(self, config, shares, group):
         from kernels import ordered  # noqa: F401, defines torch.ops.ladder
@@ -39,13 +39,14 @@ class TensorParallel:
     def settle(self, x, pending, newer=()):
         """Return x + wait(pending). Compiled, it waits only after the last start in `newer`: docs/code.md.
 
-        The compiler orders by data alone. So the operators of kernels/ordered.py, opaque to it, take that start's
-        result as an input that they ignore, and the next sublayer reads theirs: start, wait, sublayer.
+        Wanted: p1 = start(h1(x)), then wait(p0), then h2(x + p0). But the compiler orders by data alone, and none links
+        wait(p0) with p1: it may wait before h1, and nothing overlaps p0. The operators of kernels/ordered.py, opaque
+        to it, take p1 as an input that they ignore: they run after that start, and before h2, which reads their result.
         """
         if not newer:
             return x + self.wait(pending)
-        if x.is_cuda:  # the addition is the compiler's, which fuses it with the next norm
-            torch.ops.ladder.wait_after(pending, newer[-1])  # declared to write `pending`: the + stays below
+        if x.is_cuda:  # the compiler can then fuse the addition with the next norm
+            torch.ops.ladder.wait_after(pending, newer[-1])  # declared to write `pending`, so the + stays behind it
             return x + pending
         return torch.ops.ladder.settle(x, pending, newer[-1])
 
@@ -83,7 +84,8 @@ def head_ranges(config, rank, shares):
 
     Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Beyond K
     ranks, rank r holds a copy of KV head r * K // tp_size, and the holders of a KV head divide its query heads by their
-    shares: of 2 KV heads on 3 ranks, ranks 0 and 1 divide those of head 0, and rank 2 holds those of head 1.
+    shares: of 2 KV heads with 4 query heads each on 3 ranks, ranks 0 and 1 hold KV head 0 and 2 of its query heads,
+    rank 2 holds KV head 1 with all 4, the last 6 H rows of wqkv, and computes twice as much.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
@@ -155,17 +157,15 @@ def shard_plan(config, rank, shares):
     return plan
 
 
-ALL, NOTHING = None, []  # ranges of a ShardSlice: the whole tensor; none of it, so zeros. Both are falsy
-
-
 class ShardSlice(NamedTuple):
     """What a rank holds of a tensor of the checkpoint, for example columns 512 to 1024 of w2."""
 
     shape: tuple
     dtype: torch.dtype
     dim: int
-    ranges: list | None  # [(start, stop), ...] of the matrix along dim, joined; or ALL or NOTHING
-    columns: int  # how many columns a stored number covers: 1; int4: a byte 2, a scale group_size
+    ranges: list | None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
+    columns: int = 1  # of the matrix for each one stored: int4 stores two in a byte, and a scale for group_size
+    zeros: bool = False  # zeros instead of the tensor: a bias that rank 0 alone adds
 
 
 def shard_slices(model, dtype, rank, shares):
@@ -178,13 +178,13 @@ def shard_slices(model, dtype, rank, shares):
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
-        owner = name if path.endswith(".attention") else path  # parameters of linear attention itself
-        dim, ranges = plan.get(owner.split(".", 3)[-1], (0, ALL))  # planned as "wo"
-        columns = 1
+        owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
+        dim, ranges = plan.get(owner.split(".", 3)[-1], (0, None))  # planned as "wo"
+        columns, zeros = 1, False
         if dim == 1 and tensor == "bias":  # row-parallel: added to a partial sum, so by rank 0 alone
-            dim, ranges = 0, (ALL if rank == 0 else NOTHING)
-        elif dim == 1 and whole.shape[-1] == 1:  # int8: the scales of rows
-            ranges = ALL
+            dim, ranges, zeros = 0, None, rank > 0
+        elif dim == 1 and whole.shape[-1] == 1:  # the scales of int8, one for each row
+            ranges = None
         elif dim == 1:
             columns = model.get_submodule(path).in_features // whole.shape[-1]
         dim += whole.dim() == 3  # experts come first
@@ -192,7 +192,7 @@ def shard_slices(model, dtype, rank, shares):
         if ranges:  # gcd: int4 groups become smaller where a bound cuts one (int_linear.regroup)
             shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
         stored = dtype if whole.is_floating_point() else whole.dtype
-        slices[name] = ShardSlice(tuple(shape), stored, dim, ranges, columns)
+        slices[name] = ShardSlice(tuple(shape), stored, dim, ranges, columns, zeros)
     return slices
 
 

@@ -98,9 +98,11 @@ def read_config(folder):
     path = Path(folder) / "config.json"
     if os.path.isfile(folder):
         raise InputError(f"{folder} is a file: give its folder; a llama2.c file is for convert_hf_checkpoint.py first")
-    if not os.path.isfile(path):
-        hint = f"a hub model is converted first: convert_hf_checkpoint.py {folder} --out DIR"
-        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json, or does not exist; {hint}")
+    if os.path.isdir(folder) and not os.path.isfile(path):
+        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
+    if not os.path.isdir(folder):
+        hint = f"; a hub model is converted first: convert_hf_checkpoint.py {folder} --out DIR"
+        raise InputError(f"no such folder: {folder}" + hint * bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))))
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
@@ -216,7 +218,7 @@ def read_slice(weights, name, piece, device):
     stored, dtype = weights.read(name).dtype, piece.dtype
     if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
-    if piece.ranges == []:  # tp.NOTHING
+    if piece.zeros:
         return torch.zeros(piece.shape, dtype=dtype, device=device)
     shape, columns, ranges = list(piece.shape), piece.columns, piece.ranges
     if ranges:  # of what is stored

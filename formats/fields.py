@@ -85,7 +85,7 @@ class Parsed(NamedTuple):
     lanes: int | None = None
 
 
-def parse_wiring_text(text, wirings, in_extras):
+def parse_wiring(text, wirings, in_extras):
     """Return the Parsed of a text such as ladder, ladder:16, ladder:0,1, ladder:4-7, delayed-2/8 or desync:4.
 
     NAME:N wires the last N layers, NAME:I,J,... those layers, counted from 0 (one alone is "3,"), and NAME:I-J layers I
@@ -121,7 +121,7 @@ def parse_wiring_text(text, wirings, in_extras):
 
 
 def wiring_name(name, parameter=None, stale=None, lanes=None):
-    """Return a wiring's text: the inverse of parse_wiring_text."""
+    """Return a wiring's text: the inverse of parse_wiring."""
     if isinstance(parameter, tuple | list):
         parameter = ",".join(map(str, parameter)) + "," * (len(parameter) == 1)
     pairs = ("-", stale), (":", parameter), ("/", lanes)

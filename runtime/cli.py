@@ -158,7 +158,7 @@ def warn_of_wiring(own, config, shares):
         if own.named_wiring.depends_on_lanes and own.fixed_lanes is None:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
-    loss = "another function than these weights were trained for: eval.py measures the loss"
+    loss = "a function that they were not trained for: eval.py measures the loss"
     one_lane = (config.fixed_lanes or len(shares)) == 1
     if own.wiring == "standard" and one_lane and is_standard_in_one_lane(config.named_wiring):
         loss = "which is the same in one lane"

@@ -44,7 +44,8 @@ class World:
 
     def __init__(self, rank, tp_size, device, group=None, shares=None):
         if shares and len(shares) != tp_size:
-            raise InputError(f"--shares has {len(shares)} numbers: give {tp_size}, one for each rank")
+            numbers = f"--shares has {len(shares)} numbers, and this run's tp is {tp_size}"
+            raise InputError(f"{numbers}: give one for each rank that torchrun starts")
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
         self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
 
@@ -88,6 +89,9 @@ def join(device=None, flags=None):
         return ranks.meet(device, flags)
     world = World(0, 1, None, shares=flags.get("shares"))
     if (comm := flags.get("comm", "auto")) != "auto":
+        from runtime import ranks
+
+        ranks.collective(comm)  # is there such a way?
         raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
     world.device = choose_device(device)
     return world

@@ -23,9 +23,10 @@ from sentencepiece import SentencePieceTrainer
 import model
 import tp
 from decoding.batch import make_cache
+from formats import fields
 from generate import Runner
 from kernels import gloo
-from model import WIRINGS, Attention, Config, Transformer, list_sublayers, parse_wiring
+from model import WIRINGS, WIRINGS_IN_EXTRAS, Attention, Config, Transformer, list_sublayers
 from runtime import cxx, launch, ranks, writing
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +51,9 @@ PHI = {"rotary_dim": 6, "rope_scaling": LONGROPE, "llama4_beta": 0.4}
 LONG_PHI = {**PHI, "rope_scaling": {**LONGROPE, "original_max_position_embeddings": 6}}  # all rows are beyond that
 FAMILIES = GEMMA, OLMO, GLM, STABLELM, PHI, LONG_PHI
 BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,))
+
+
+parse_wiring = functools.partial(fields.parse_wiring, wirings=WIRINGS, in_extras=WIRINGS_IN_EXTRAS)
 
 
 def table_entry(changes):

@@ -166,12 +166,12 @@ def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     monkeypatch.setitem(WIRINGS, "lossy", dataclasses.replace(WIRINGS["spd"], about="another"))
     shown = advised(capsys, *H100, "--link", "pcie")
     found = rows(shown)
-    wanted = {"standard": "no", "own": "yes", "lossy": "optional", "(bound: upper-bound)": "no model"}
+    wanted = {"standard": "no", "own": "yes", "lossy": "yes, in 8 lanes", "(bound: upper-bound)": "no model"}
     wanted |= {"ladder:16": "yes", "pair:8-23": "optional"}
     wanted |= dict.fromkeys(["desync:2", "desync:4", "delayed-4"], "yes, in 8 lanes")
     for name, wiring in WIRINGS.items():
         if name not in ("desync", "upper-bound", "laneformer", "farskip", "pair", *wanted):
-            wanted[name] = "optional" if wiring.small_loss else "yes" + ", in 8 lanes" * wiring.depends_on_lanes
+            wanted[name] = "optional" if name in advise.SMALL_LOSS else "yes" + ", in 8 lanes" * wiring.depends_on_lanes
     assert {name: cells[-1] for name, cells in found.items()} == wanted
     assert [*found][-1] == "(bound: upper-bound)"  # apart
     steps = [float(cells[0]) for cells in found.values()]

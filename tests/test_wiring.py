@@ -8,14 +8,26 @@ from unittest import mock
 import helpers
 import pytest
 import torch
-from helpers import BASE, GEMMA, ONE_EACH, WIRED, last_logits, random_model, shard, table_entry, unequal_rows, wired_id
+from helpers import (
+    BASE,
+    GEMMA,
+    ONE_EACH,
+    WIRED,
+    last_logits,
+    parse_wiring,
+    random_model,
+    shard,
+    table_entry,
+    unequal_rows,
+    wired_id,
+)
 from reference import Reference
 
 import model
 from formats import checkpoint
 from formats.fields import wiring_name
 from generate import Runner
-from model import WIRINGS, Wiring, parse_wiring
+from model import WIRINGS, Wiring
 from runtime import cli, compiling, writing
 
 STANDARD_ALONE = [c for c in WIRED if cli.is_standard_in_one_lane(dataclasses.replace(BASE, **c).named_wiring)]
@@ -226,11 +238,11 @@ def test_flags_choose_a_wiring():
 @pytest.mark.parametrize("own, wiring, ranks, words", [
     ("standard", "standard", 2, ""),
     ("spd/2", "spd:3/2", 4, ""),
-    ("spd/2", "spd:3/4", 4, "spd/2's, and run as spd:3/4, another function than"),
+    ("spd/2", "spd:3/4", 4, "spd/2's, and run as spd:3/4, a function that they were not"),
     ("standard", "spd", 1, "these weights are standard's, and run as spd, which is the same in one lane"),
-    ("standard", "delayed-4/2", 1, "run as delayed-4/2, another function than"),
-    ("standard", "desync", 2, "desync, another function than these weights were trained for: eval.py"),
-    ("ladder:2", "ladder-2:2", 2, "another function than"),
+    ("standard", "delayed-4/2", 1, "run as delayed-4/2, a function that they were not"),
+    ("standard", "desync", 2, "desync, a function that they were not trained for: eval.py"),
+    ("ladder:2", "ladder-2:2", 2, "a function that they were not"),
     ("spd", "spd", 2, "these weights name no lanes: spd is another function on"),
 ])  # fmt: skip
 def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words, capsys):

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from extras.drafts.speculative import ModelDraft, Ngrams, SmallModel
 from formats import checkpoint
 from formats.compare import check_vocabulary
-from formats.fields import wiring_name
-from model import WIRINGS, Config, cache_slots, parse_wiring, rewired
+from formats.fields import parse_wiring, wiring_name
+from model import WIRINGS, WIRINGS_IN_EXTRAS, Config, cache_slots, rewired
 from runtime.errors import InputError
+from runtime.launch import World
 
 
 class Source(NamedTuple):
@@ -57,7 +58,10 @@ def wiring_of(config, name, tp_size):
     Without lanes in its config, a checkpoint has as many lanes as there are ranks.
     """
     try:
-        named, lanes = parse_wiring(name.removeprefix("wiring:")), config.fixed_lanes or tp_size
+        named, lanes = (
+            parse_wiring(name.removeprefix("wiring:"), WIRINGS, WIRINGS_IN_EXTRAS),
+            config.fixed_lanes or tp_size,
+        )
         if named.lanes is None and WIRINGS[named.name].depends_on_lanes:
             named = named._replace(lanes=config.fixed_lanes)
         draft = rewired(config, wiring_name(*named))
@@ -88,13 +92,14 @@ def like(runner, model, cache=None):
     return type(runner)(model, cache, runner.compiles, runner.compiles_prefill, runner.chunks)
 
 
-def build(source, runner, load):
-    """Return the Draft of a Source for the model of a Runner. load(config, folder): returns a whole model."""
+def build(job, runner, load_model):
+    """Return the Draft that a cli.Job asks for, to help the model of its Runner. load_model: generate.py's."""
+    source, alone = job.draft_source, World(0, 1, job.world.device)  # its own weights are not sharded
     if source.config is None:
         return Ngrams(source.count)
     if source.folder is None:
         return ModelDraft(source.count, like(runner, rewire(runner.model, source.config), runner.cache))
-    return SmallModel(source.count, like(runner, load(source.config, source.folder)))
+    return SmallModel(source.count, like(runner, load_model(source.config, source.folder, job.args.dtype, alone)))
 
 
 def of_model(draft, count, runner):

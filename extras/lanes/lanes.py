@@ -82,7 +82,7 @@ class Lanes(nn.Module):
         for i, lane in enumerate(self.lanes):
             lane.comm, lane.config = sums, self.config
             own = cache and cache[i * layers : (i + 1) * layers]
-            loops.append(lane.loops(tokens, positions, own, cache_length, select, chunks))
+            loops.append(lane.chunk_loops(tokens, positions, own, cache_length, select, chunks))
         xs = interleave(chain.from_iterable(zip(*loops, strict=True)))  # chunk by chunk, and in each lane by lane
         ends = [torch.cat(xs[i::n], dim=1) for i in range(n)]
         return torch.cat([lane.head(x, select) for lane, x in zip(self.lanes, ends, strict=True)], dim=-1)

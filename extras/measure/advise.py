@@ -91,6 +91,7 @@ GPUS = {
 # the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
 SHARE = 0.7
 CONTEXT = 1024  # filled slots of the cache, at most
+SMALL_LOSS = "pair", "spd"  # wirings by a few layers of which standard weights lose little (benchmarks/quality.md)
 MOST_LOSS = 3.0  # percent, of a wiring that is recommended
 
 # ---- Predictions -----------------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def retraining(own, config, tp_size):
     """Return in words whether weights of the Config `own` need training to run in another wiring."""
     if wiring_key(config, tp_size) == wiring_key(own, tp_size):
         return "no"
-    if own.wiring == "standard" and config.named_wiring.small_loss:
+    if own.wiring == "standard" and config.parsed.name in SMALL_LOSS:
         return "optional"
     return f"yes, in {config.fixed_lanes or tp_size} lanes" if config.named_wiring.depends_on_lanes else "yes"
 

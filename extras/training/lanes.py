@@ -11,16 +11,15 @@ from torch.func import functional_call
 import tp
 from model import list_sublayers
 from runtime.errors import load_extra
-from tp import ALL, NOTHING
 
 SUBLAYERS = "attention", "feed_forward"
 
 
 def cut(weight, piece):
     """Return what a tp.ShardSlice says of a whole weight."""
-    if piece.ranges == NOTHING:
+    if piece.zeros:
         return torch.zeros_like(weight)
-    if piece.ranges is ALL:
+    if piece.ranges is None:
         return weight
     return torch.cat([weight.narrow(piece.dim, start, stop - start) for start, stop in piece.ranges], piece.dim)
 
