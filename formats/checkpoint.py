@@ -98,11 +98,12 @@ def read_config(folder):
     path = Path(folder) / "config.json"
     if os.path.isfile(folder):
         raise InputError(f"{folder} is a file: give its folder; a llama2.c file is for convert_hf_checkpoint.py first")
-    if os.path.isdir(folder) and not os.path.isfile(path):
-        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
     if not os.path.isdir(folder):
-        hint = f"; a hub model is converted first: convert_hf_checkpoint.py {folder} --out DIR"
-        raise InputError(f"no such folder: {folder}" + hint * bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))))
+        is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
+        hint = f"; a hub model is converted first: convert_hf_checkpoint.py {folder} --out DIR" if is_hub_name else ""
+        raise InputError(f"{folder}: no such folder{hint}")
+    if not os.path.isfile(path):
+        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")

@@ -165,7 +165,7 @@ launch.run(main)
     again = "the ranks have met: name the same device in each load()"
     assert sorted(done.stdout.splitlines()) == [f"2 {wanted}"] * 4 + [again] * 2, done.stderr
     # torchrun's own 20 lines, and a block of one rank that ends with our line; it makes every exit code 1
-    line = "mine.py: no such folder: /nowhere"
+    line = "mine.py: /nowhere: no such folder"
     lines = done.stderr.splitlines()
     assert lines[0] == line and lines[-2] == f"  traceback : {line}" and len(lines) < 40 and done.returncode == 1
 

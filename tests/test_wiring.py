@@ -8,19 +8,7 @@ from unittest import mock
 import helpers
 import pytest
 import torch
-from helpers import (
-    BASE,
-    GEMMA,
-    ONE_EACH,
-    WIRED,
-    last_logits,
-    parse_wiring,
-    random_model,
-    shard,
-    table_entry,
-    unequal_rows,
-    wired_id,
-)
+from helpers import BASE, GEMMA, ONE_EACH, WIRED, last_logits, random_model, shard, table_entry, unequal_rows, wired_id
 from reference import Reference
 
 import model
@@ -78,7 +66,7 @@ def test_one_function_is_one_however_it_is_spelled():
 
 @pytest.mark.parametrize("text", ["ladder:2", "ladder-3:0,2", "spd:1,/4", "desync:4", "desync:4/2", "delayed-4/8"])
 def test_a_name_is_read_as_it_is_written(text):
-    assert wiring_name(*parse_wiring(text)) == text
+    assert wiring_name(*helpers.parse_wiring(text)) == text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,7 +179,7 @@ def squeeze(events):
 def check_compiled_order(changes, world, length=1, dtype=torch.float32):
     """Each ladder sum is waited for behind the next sublayer's matmuls and the start of its all-reduce, not before."""
     n_layers = 3 if ":" in changes["wiring"] else 2  # seams on both sides
-    n_layers = 4 if parse_wiring(changes["wiring"]).stale else n_layers  # else no wait could come too early
+    n_layers = 4 if helpers.parse_wiring(changes["wiring"]).stale else n_layers  # else no wait could come too early
     config = dataclasses.replace(BASE, head_dim=64, n_layers=n_layers, **changes)
     code = generated_code(config, world, 2, length, dtype)
     events, order = calls(code), eager_order(config).split()
