@@ -5,8 +5,7 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 """
 
 # Every rank runs main. A decode step (Runner.step) is the model, then the Sampler (decoding/batch.py): each rank picks
-# candidates from its part of the vocabulary; all gather them and, by the same --seed, choose the same token. `progress`
-# notes what a rank is doing, for messages and for extras/watch, which ends runs that hang.
+# candidates from its part of the vocabulary; all gather them and, by the same --seed, choose the same token.
 
 import contextlib
 import functools
@@ -23,7 +22,7 @@ from decoding.batch import BUCKET, last_tokens, make_cache, pad
 from formats import checkpoint
 from model import cache_slots
 from runtime import cli, launch, report
-from runtime.errors import InputError, find_extra, load_extra, progress  # find_extra: None if it is absent
+from runtime.errors import InputError, find_extra, load_extra, progress  # progress: what this rank is doing
 from tp import TensorParallel, load_shard
 
 PASS_TOKENS = 1024  # the most in a pass of a prefill, all rows together: bounds the memory of activations
@@ -39,7 +38,7 @@ def load_model(config, folder, dtype, world):
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    progress.at("preparation", timed=False)  # untimed: to wait here for slower ranks is no hang
+    progress.at("preparation", timed=False)  # untimed: waiting for slower ranks is no hang
     if config.quant:
         from kernels import int_linear
 
@@ -71,7 +70,7 @@ class Runner:
             from runtime import compiling  # not in a plain run: it imports the compiler
 
             self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
-        self.graphs = self.decode_model if compile and self.device.type == "cuda" else None
+        self.graphs = self.decode_model if compile and self.device.type == "cuda" else None  # for RunAhead
         self.draft = None  # one of extras/drafts, which then makes the steps
 
     @torch.inference_mode()
@@ -84,23 +83,23 @@ class Runner:
         B, S = tokens.shape
         if self.model.config.linear_layers:  # whose state cannot be rewound
             cached_tokens = 0
-        last, logits = lengths - 1, None
+        last_index, logits = lengths - 1, None
         width = max(1, self.pass_tokens // B)  # tokens of a row in a pass
         starts = range(cached_tokens, S, width)
         if len(starts) > 8 and self.shows_progress:
             starts = tqdm(starts, "prefill", leave=False, unit="pass", disable=None)  # None: shown at a terminal
         for start in starts:
             inputs = tokens[:, start : start + width]
-            positions = end = None  # of a first pass, which reads no cache
+            positions = cache_length = None  # of a first pass, which reads no cache
             if start:
                 progress.at("prefill from token", start)
-                end = start + inputs.shape[1]
-                positions = torch.arange(start, end, device=tokens.device).expand(B, -1)
-            # a row's logits are those of the pass with its last token; the others' are replaced, or not taken
-            select = (last - start).clamp(-1, inputs.shape[1] - 1)  # -1: this row ended in an earlier pass
+                cache_length = start + inputs.shape[1]
+                positions = torch.arange(start, cache_length, device=tokens.device).expand(B, -1)
+            # only the pass with a row's last token counts: earlier logits are replaced, later ones dropped
+            select = (last_index - start).clamp(-1, inputs.shape[1] - 1)  # -1: this row ended in an earlier pass
             chunks = self.choose_chunks(*inputs.shape)
-            new = self.prefill_model(inputs, positions, self.cache, end, select, chunks)[:, 0]
-            logits = new if logits is None else torch.where((last >= start)[:, None], new, logits)
+            new = self.prefill_model(inputs, positions, self.cache, cache_length, select, chunks)[:, 0]
+            logits = new if logits is None else torch.where((last_index >= start)[:, None], new, logits)
         return logits
 
     @torch.inference_mode()
@@ -111,7 +110,7 @@ class Runner:
         are garbage.
         """
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        positions = positions.clamp(max=cache_slots(self.cache) - 1)  # the last slot, which no pass reads
+        positions = positions.clamp(max=cache_slots(self.cache) - 1)  # the scrap slot
         return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
 
     def step(self, sequences, done, sample):
@@ -124,8 +123,8 @@ class Runner:
         """Return step(sequences, done, sample) -> [the new ids of each row], for one generation; before its prefill.
 
         done: which rows have ended. With a draft a step may return several ids of a row. On a GPU (decoding/run_ahead)
-        it first starts the next step, whose tokens are on the GPU already, and then waits for a copy of its own ids;
-        compiled, a step is the replay of a CUDA graph. cached_tokens: as for prefill.
+        a step launches its successor, which reads the new tokens there, before it waits for its ids; compiled, it
+        replays a CUDA graph. cached_tokens: as for prefill.
         """
         if self.draft:
             self.draft.begin(cached_tokens)
@@ -147,7 +146,7 @@ class Runner:
     def choose_chunks(self, B, S):
         """Return the number of chunks for a prefill pass of S tokens of B rows."""
         on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs nobody has measured a gain
-        overlaps = not self.compiles_prefill  # compiled, it waits for the chunks' sums at once: docs/exact.md
+        overlaps = not self.compiles_prefill  # compiled, it waits for the chunks' sums immediately: docs/exact.md
         worth_it = on_cpus and overlaps and B * S >= MIN_TOKENS
         return min(S, self.chunks or (2 if worth_it else 1))
 

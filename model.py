@@ -24,9 +24,8 @@ from runtime.errors import load_extra  # load_extra(NAME, what needs it) imports
 # A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. comm.start(partial) starts its
 # all-reduce; comm.settle(x, pending) waits for it and returns x plus the sum (SingleDevice, below; tp.TensorParallel).
 # A loop is a generator that runs all sublayers. It yields None after each start, so that interleave can run another
-# chunk of the prompt meanwhile, and x at the end. pin and `newer` change no value. The compiler orders by data alone:
-# with them a wait, or the next sublayer, depends on the last start, so that something overlaps it (docs/code.md;
-# tests/test_wiring.py -k compiled_code).
+# chunk of the prompt meanwhile, and x at the end. The compiler orders by data alone: `newer` keeps a wait, and pin the
+# next sublayer, behind the last start, so that all-reduces overlap computation (docs/code.md). They change no value.
 
 
 def residual_loop(x, sublayers, comm, config):
@@ -41,8 +40,8 @@ def residual_loop(x, sublayers, comm, config):
     """
     in_flight = []  # all-reduces, oldest first
     for h, stale in sublayers:
-        if in_flight and len(in_flight) <= stale:  # nothing to settle, as at the start: pin keeps h behind it
-            x = comm.pin(x, newer=in_flight)
+        if in_flight and len(in_flight) <= stale:  # nothing to settle, as before a ladder's h1
+            x = comm.pin(x, newer=in_flight)  # keeps h behind the last start
         while len(in_flight) > stale:  # all but the last `stale`, which travel while h computes
             x = comm.settle(x, in_flight.pop(0), newer=in_flight)
         in_flight.append(comm.start(h(x)))
@@ -53,14 +52,14 @@ def residual_loop(x, sublayers, comm, config):
 
 
 def interleave(loops):
-    """Run loops in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
+    """Run loops in turns: while one's all-reduce travels, the next computes. Returns the last x of each."""
     *_, last = zip(*loops, strict=True)  # runs all rounds; a round advances each loop to its next yield
     return last
 
 
 def delayed_loop(x, sublayers, comm, config):
     """Run a ladder whose h reads x + own: the other ranks' partials are late, its own are not."""
-    own = []  # this rank's partials of the sums that residual_loop has in flight
+    own = []  # this rank's partials of the sums in residual_loop's in_flight, in step with it
 
     def with_own(h, stale, x):
         while len(own) > stale:  # residual_loop has added their sums to x
@@ -75,7 +74,7 @@ def delayed_loop(x, sublayers, comm, config):
 def desynced_loop(x, sublayers, comm, config):
     """Keep every n-th all-reduce (n = config.period) and the last; between them the ranks' x drift apart.
 
-    AllReduce(x / lanes + h(x)) is the mean of x plus the sum of the partials. upper-bound has no n and keeps none.
+    AllReduce(x / lanes + h(x)): the lanes' mean x (see Wiring) plus the sum of their partials. upper-bound keeps none.
     """
     for i, (h, _) in enumerate(sublayers, start=1):
         if config.period and (i % config.period == 0 or i == len(sublayers)):
@@ -111,8 +110,8 @@ class Wiring:
     """The sublayers, and what they read.
 
     Config.wiring is NAME[-stale][:n][/lanes]: ladder-2 is two sublayers late, ladder:8 wires the last eight layers,
-    desync:4 keeps every fourth sum. Some wirings depend on the number of ranks: the weights of "spd/8" are for eight
-    shards, called lanes, each with an x of its own, and 1, 2, 4 or 8 ranks compute all of these.
+    desync:4 keeps every fourth sum. The function of some depends on the number of shards, called lanes, each with an x
+    of its own: "spd/8" fixes eight, which 1, 2, 4 or 8 ranks compute alike. Without it each rank is a lane.
     """
 
     about: str  # its line of --help
@@ -173,8 +172,8 @@ class Attention(nn.Module):
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D).
 
-        metadata: positions, rope, masks, the same for all layers: AttentionMetadata in kernels/attention.py. cache:
-        None or (k, v), both (B, K, T, H), written to.
+        metadata: AttentionMetadata (kernels/attention.py), the same for all layers: positions, rope, masks, comm, ...
+        cache: None or (k, v), both (B, K, T, H), written to.
         """
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, *, S, H)
@@ -191,7 +190,7 @@ class Attention(nn.Module):
             cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)  # (B, S, K, H)
             cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
         mask = metadata.window_mask if self.window else metadata.mask
-        if mask is None:  # causal, without earlier keys and score_cap: see attention_metadata
+        if mask is None:  # causal, no earlier keys, no score_cap: see attention_metadata
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
             y = self.attend(q, *(cache or (k, v)), mask, metadata.positions)
@@ -270,7 +269,7 @@ def _add_partials(sublayer, side_by_side, x):  # usually one block
 
 
 def cache_slots(cache):
-    """Return the slots T of a cache as new_cache makes it. Layers of linear attention have none."""
+    """Return the slots T of a cache, in layers that have any. The last is scrap: written past the end, never read."""
     return next((keys.shape[2] for keys, _ in cache if keys.dim() == 4), 1)
 
 
@@ -300,12 +299,13 @@ class Transformer(nn.Module):
         """Return the local logits (B, S, v) after all tokens (B, S) int64, or with select (B,) those (B, 1, v) after
         one token of each row, at that index.
 
-        forward(tokens)                                    rows from position 0, padded on the right: scoring, training
-        forward(tokens, None, cache, None, select)         and into the cache, new_cache's: the first pass of a prefill
-        forward(tokens, positions (B, S), cache, length)   goes on after rows in the cache: decode, later passes
+        forward(tokens)                                          training, scoring: from position 0, padded at the right
+        forward(tokens, None, cache, None, select)               prefill, its first pass: also fills the cache
+        forward(tokens, positions, cache, cache_length, select)  later passes; decode, without select
 
-        cache_length: slots that the pass reads, its own included. Linear attention stores no token after `select` (-1:
-        none at all). chunks: of S; one computes while another's all-reduce travels. More than 1 need a cache.
+        positions (B, S). cache_length: slots to read, this pass's included. Linear attention stores no token after
+        `select` (-1: none at all). chunks: how many to cut S into, so that one computes while another's all-reduce
+        travels; more than 1 need a cache.
         """
         x = torch.cat(interleave(self.chunk_loops(tokens, positions, cache, cache_length, select, chunks)), dim=1)
         return self.head(x, select)
@@ -320,7 +320,7 @@ class Transformer(nn.Module):
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
         n_keys = 0 if fresh else cache_length - S  # slots in the cache before this chunk's
         last = None if select is None else positions[:, :1] + select[:, None]  # the position of each selected token
-        max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: decoding/batch.py
+        max_length = cache_slots(cache) - 1 if cache else S  # without the scrap slot
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
             causal = fresh and n_keys == 0  # it attends to nothing but itself, and needs no mask
             n_keys += chunk.shape[1]
@@ -515,7 +515,7 @@ class SingleDevice:
 class NormedSums:
     """The collectives of a loop whose sums are normed before they are added: settle returns x + norm(wait(pending)).
 
-    norms: one for each sublayer, in the order of their starts.
+    norms: one for each sublayer, in the order of their starts. It settles into zeros: settle keeps the order, wait not.
     """
 
     def __init__(self, comm, norms):
@@ -526,7 +526,6 @@ class NormedSums:
 
     def settle(self, x, pending, newer=()):
         started, norm = pending
-        # added to zeros, since settle keeps the order and wait does not
         return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
 
     def pin(self, x, newer):

@@ -39,9 +39,9 @@ class TensorParallel:
     def settle(self, x, pending, newer=()):
         """Return x + wait(pending). Compiled, it waits only after the last start in `newer`: docs/code.md.
 
-        Wanted: p1 = start(h1(x)), then wait(p0), then h2(x + p0). But the compiler orders by data alone, and none links
-        wait(p0) with p1: it may wait before h1, and nothing overlaps p0. The operators of kernels/ordered.py, opaque
-        to it, take p1 as an input that they ignore: they run after that start, and before h2, which reads their result.
+        The operators of kernels/ordered.py, opaque to the compiler, take that start's result p1 as an input that they
+        ignore: p1 = start(h1(x)), then settle(x, p0, p1), then h2, which reads its result. The compiler orders by data
+        alone, and no data link a plain wait(p0) with p1: it might wait before h1, and nothing would overlap p0.
         """
         if not newer:
             return x + self.wait(pending)
@@ -85,7 +85,7 @@ def head_ranges(config, rank, shares):
     Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Beyond K
     ranks, rank r holds a copy of KV head r * K // tp_size, and the holders of a KV head divide its query heads by their
     shares: of 2 KV heads with 4 query heads each on 3 ranks, ranks 0 and 1 hold KV head 0 and 2 of its query heads,
-    rank 2 holds KV head 1 with all 4, the last 6 H rows of wqkv, and computes twice as much.
+    rank 2 holds KV head 1 with all 4, the last 6 H rows of wqkv: twice the attention.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
@@ -164,7 +164,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int
     ranges: list | None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
-    columns: int = 1  # of the matrix for each one stored: int4 stores two in a byte, and a scale for group_size
+    columns: int = 1  # of the matrix for each stored one: 2 in a byte of int4, group_size in its scales
     zeros: bool = False  # zeros instead of the tensor: a bias that rank 0 alone adds
 
 
@@ -178,14 +178,14 @@ def shard_slices(model, dtype, rank, shares):
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
-        owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
+        owner = name if path.endswith(".attention") else path  # parameters of linear attention
         dim, ranges = plan.get(owner.split(".", 3)[-1], (0, None))  # planned as "wo"
         columns, zeros = 1, False
         if dim == 1 and tensor == "bias":  # row-parallel: added to a partial sum, so by rank 0 alone
             dim, ranges, zeros = 0, None, rank > 0
         elif dim == 1 and whole.shape[-1] == 1:  # the scales of int8, one for each row
             ranges = None
-        elif dim == 1:
+        elif dim == 1:  # weight; scales and zeros of int4
             columns = model.get_submodule(path).in_features // whole.shape[-1]
         dim += whole.dim() == 3  # experts come first
         shape = list(whole.shape)
