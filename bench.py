@@ -70,9 +70,8 @@ def make_cells(models, args, world):
                 compiling.compile_ahead(*cell)
             world.gather(None)  # all have come so far
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
-        seconds = compiling.warm_up(*cell, args.new_tokens, Sampler(0, device=world.device))
-        what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
-        world.say(f"tp {world.tp_size}: {what}, in {seconds:.1f} s")
+        compiling.warm_up(*cell, args.new_tokens, Sampler(0, device=world.device))
+        world.say(f"tp {world.tp_size}: compiled {n} of {len(cells)}, {wiring} at batch {batch}")
     return cells
 
 

@@ -96,7 +96,7 @@ def parse_wiring(text, wirings, in_extras):
     for name, extra in in_extras.items():
         if text.startswith(name):
             load_extra(extra, f"wiring {text}")  # adds it to wirings
-    match = re.fullmatch(r"([a-z-]*[a-z])(?:-(\d{1,4}))?(?::([\d,-]+))?(?:/(\d{1,4}))?", text, re.ASCII)
+    match = re.fullmatch(r"([\w-]*[A-Za-z_])(?:-(\d{1,4}))?(?::([\d,-]+))?(?:/(\d{1,4}))?", text, re.ASCII)
     name, stale, parameter, lanes = match.groups() if match else (re.split("[:/]", text)[0], *3 * [None])
     if name not in wirings:
         raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings | in_extras)}")

@@ -16,8 +16,9 @@ def lanes_of_rank(config, rank, shares):
     """Return the range of the lanes that a rank holds. Raises InputError if a lane would have to be cut."""
     lanes = config.fixed_lanes or len(shares)
     if any(lanes * share % sum(shares) for share in shares):
-        fit = ", ".join([*(str(n) for n in range(1, lanes + 1) if lanes % n == 0), "alike"])
-        raise InputError(f"the {lanes} lanes of wiring {config.wiring} do not fit {len(shares)} ranks: use {fit}")
+        fit = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
+        what = f"the {lanes} lanes of wiring {config.wiring} do not fit {len(shares)} ranks"
+        raise InputError(f"{what}: use {fit} of equal shares")
     return range(*split_range(lanes, rank, shares))
 
 

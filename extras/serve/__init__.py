@@ -5,6 +5,6 @@ from runtime.errors import InputError
 try:
     from extras.serve.server import main
 except ImportError as e:
-    raise InputError(f"serve.py needs Starlette and uvicorn ({e}): make serve, or see requirements-serve.txt") from None
+    raise InputError(f"Starlette and uvicorn are missing ({e}): make serve, or see requirements-serve.txt") from None
 
 __all__ = ["main"]
