@@ -215,8 +215,8 @@ def main(argv=None):
     if world.rank == 0:
         for line in lines:
             writing.append_line(args.json, line)
-        print(tables(lines))
-        world.say(f"appended {len(lines)} lines to {args.json}\n")
+        print(f"{tables(lines)}\n", flush=True)
+        world.say(f"appended {len(lines)} lines to {args.json}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ def load_model(config, folder, dtype, world):
     load, lanes = load_shard, config.fixed_lanes  # 8 for spd/8
     if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer; several lanes on a rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
+    if world.device.type == "cpu":
+        launch.keep_freed_memory()
     with world.together():  # raises an InputError of one rank on all of them
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)
@@ -120,11 +122,10 @@ class Runner:
         return sample(logits, self.model.comm)[:, None].tolist()
 
     def new_step(self, cached_tokens=0):
-        """Return step(sequences, done, sample) -> [the new ids of each row], for one generation; before its prefill.
+        """Return step(sequences, done, sample) -> [the new ids of each row], for one generation, before its prefill.
 
-        done: which rows have ended. With a draft a step may return several ids of a row. On a GPU (decoding/run_ahead)
-        a step launches its successor, which reads the new tokens there, before it waits for its ids; compiled, it
-        replays a CUDA graph. cached_tokens: as for prefill.
+        done: which rows have ended. With a draft, a step may return several ids of a row. On a GPU, a step starts the
+        next one before it reads its own ids, and is a CUDA graph if compiled (decoding/run_ahead.py).
         """
         if self.draft:
             self.draft.begin(cached_tokens)

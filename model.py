@@ -24,14 +24,14 @@ from runtime.errors import load_extra  # load_extra(NAME, what needs it) imports
 # A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. comm.start(partial) starts its
 # all-reduce; comm.settle(x, pending) waits for it and returns x plus the sum (SingleDevice, below; tp.TensorParallel).
 # A loop is a generator that runs all sublayers. It yields None after each start, so that interleave can run another
-# chunk of the prompt meanwhile, and x at the end. The compiler orders by data alone: `newer` keeps a wait, and pin the
-# next sublayer, behind the last start, so that all-reduces overlap computation (docs/code.md). They change no value.
+# chunk of the prompt meanwhile, and x at the end. The compiler keeps only the order that data imply: `newer` makes a
+# wait depend on the last start, and pin the next sublayer. Neither changes a value (docs/code.md).
 
 
 def residual_loop(x, sublayers, comm, config):
     """Run sublayers [(h, stale), ...]: each reads x without the last `stale` sums, which are still in flight.
 
-    Of four sublayers, whose sums are s0, s1, ...; a ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})):
+    What four of them read; s0, s1, ... are their sums. A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})).
 
     standard                 stale 0 0 0 0    h0(x) h1(x+s0) h2(x+s0+s1) h3(x+s0+s1+s2)
     ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
@@ -59,7 +59,7 @@ def interleave(loops):
 
 def delayed_loop(x, sublayers, comm, config):
     """Run a ladder whose h reads x + own: the other ranks' partials are late, its own are not."""
-    own = []  # this rank's partials of the sums in residual_loop's in_flight, in step with it
+    own = []  # this rank's partials whose sums are in residual_loop's in_flight, oldest first
 
     def with_own(h, stale, x):
         while len(own) > stale:  # residual_loop has added their sums to x
@@ -110,8 +110,8 @@ class Wiring:
     """The sublayers, and what they read.
 
     Config.wiring is NAME[-stale][:n][/lanes]: ladder-2 is two sublayers late, ladder:8 wires the last eight layers,
-    desync:4 keeps every fourth sum. The function of some depends on the number of shards, called lanes, each with an x
-    of its own: "spd/8" fixes eight, which 1, 2, 4 or 8 ranks compute alike. Without it each rank is a lane.
+    desync:4 keeps every fourth sum. Some wirings depend on the number of lanes, shards that each keep their own x:
+    spd/8 has eight lanes, on 1, 2, 4 or 8 ranks; spd has one lane per rank.
     """
 
     about: str  # its line of --help
@@ -119,7 +119,7 @@ class Wiring:
     blocks: int = 1  # how many share inputs: one sum for all their attentions, one for all their MLPs
     loop: Callable = residual_loop  # runs the sublayers, as described above
     stale: int = 0  # how many of the last sums a sublayer does not wait for
-    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # those that the sublayers use, of a block
+    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # those of a block, which its sublayers use
     n_means: str | None = "layers"  # what n means: "layers", the last n; "period", every n-th sum; None: there is no n
     depends_on_lanes: bool = False  # whether what it computes depends on the number of lanes
     model: type | None = None  # its own subclass of Transformer, with a check(config); extras/lanes loads it
@@ -269,7 +269,7 @@ def _add_partials(sublayer, side_by_side, x):  # usually one block
 
 
 def cache_slots(cache):
-    """Return the slots T of a cache, in layers that have any. The last is scrap: written past the end, never read."""
+    """Return the slots T (1 if no layer has any). The last is scrap: positions past the end are written there."""
     return next((keys.shape[2] for keys, _ in cache if keys.dim() == 4), 1)
 
 
@@ -296,16 +296,15 @@ class Transformer(nn.Module):
     dtype = property(lambda self: self.norm.weight.dtype)  # of activations, and of weights that are not quantized
 
     def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, chunks=1):
-        """Return the local logits (B, S, v) after all tokens (B, S) int64, or with select (B,) those (B, 1, v) after
-        one token of each row, at that index.
+        """Return the local logits (B, S, v) of tokens (B, S) int64; with select (B,), those at that index (B, 1, v).
 
         forward(tokens)                                          training, scoring: from position 0, padded at the right
         forward(tokens, None, cache, None, select)               prefill, its first pass: also fills the cache
         forward(tokens, positions, cache, cache_length, select)  later passes; decode, without select
 
-        positions (B, S). cache_length: slots to read, this pass's included. Linear attention stores no token after
-        `select` (-1: none at all). chunks: how many to cut S into, so that one computes while another's all-reduce
-        travels; more than 1 need a cache.
+        positions (B, S); None: every row starts at 0. cache: new_cache's, written in place; linear attention stores no
+        token after `select` (-1: none at all). cache_length: slots to read, this pass's included. chunks: how many to
+        cut S into, so that one computes while another's all-reduce travels; more than 1 need a cache.
         """
         x = torch.cat(interleave(self.chunk_loops(tokens, positions, cache, cache_length, select, chunks)), dim=1)
         return self.head(x, select)
@@ -474,7 +473,7 @@ def rewired(config, wiring):
     return config if wiring in (None, config.wiring) else dataclasses.replace(config, wiring=wiring)
 
 
-# ---- The collectives of a single device, and what the output head shares with tp.py ---------------------------------
+# ---- Collectives without ranks, and what the output head shares with tp.py -------------------------------------------
 
 
 class SingleDevice:
@@ -515,7 +514,7 @@ class SingleDevice:
 class NormedSums:
     """The collectives of a loop whose sums are normed before they are added: settle returns x + norm(wait(pending)).
 
-    norms: one for each sublayer, in the order of their starts. It settles into zeros: settle keeps the order, wait not.
+    norms: one for each sublayer, in the order of their starts. It settles into zeros: wait would keep no order.
     """
 
     def __init__(self, comm, norms):

@@ -39,9 +39,9 @@ class TensorParallel:
     def settle(self, x, pending, newer=()):
         """Return x + wait(pending). Compiled, it waits only after the last start in `newer`: docs/code.md.
 
-        The operators of kernels/ordered.py, opaque to the compiler, take that start's result p1 as an input that they
-        ignore: p1 = start(h1(x)), then settle(x, p0, p1), then h2, which reads its result. The compiler orders by data
-        alone, and no data link a plain wait(p0) with p1: it might wait before h1, and nothing would overlap p0.
+        A plain wait(p0) does not depend on p1 = start(h1(x)): the compiler could wait before h1, and nothing would
+        overlap p0. The operators of kernels/ordered.py, opaque to it, take p1 as an input that they ignore:
+        p1 = start(h1(x)); x = settle(x, p0, p1); h2(x).
         """
         if not newer:
             return x + self.wait(pending)
@@ -162,8 +162,8 @@ class ShardSlice(NamedTuple):
 
     shape: tuple
     dtype: torch.dtype
-    dim: int
-    ranges: list | None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
+    dim: int = 0
+    ranges: list | None = None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
     columns: int = 1  # of the matrix for each stored one: 2 in a byte of int4, group_size in its scales
     zeros: bool = False  # zeros instead of the tensor: a bias that rank 0 alone adds
 
@@ -175,25 +175,26 @@ def shard_slices(model, dtype, rank, shares):
     bytes 1024 to 2048 of each row); scales of rows (int8): all; bias: zeros, since rank 0 adds it.
     model: a whole one, as build makes it. Raises InputError as shard_plan does.
     """
-    plan, slices = shard_plan(model.config, rank, shares), {}
-    for name, whole in model.named_parameters():  # a tied output head is not among them
-        path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
-        owner = name if path.endswith(".attention") else path  # parameters of linear attention
-        dim, ranges = plan.get(owner.split(".", 3)[-1], (0, None))  # planned as "wo"
-        columns, zeros = 1, False
-        if dim == 1 and tensor == "bias":  # row-parallel: added to a partial sum, so by rank 0 alone
-            dim, ranges, zeros = 0, None, rank > 0
-        elif dim == 1 and whole.shape[-1] == 1:  # the scales of int8, one for each row
-            ranges = None
-        elif dim == 1:  # weight; scales and zeros of int4
-            columns = model.get_submodule(path).in_features // whole.shape[-1]
-        dim += whole.dim() == 3  # experts come first
-        shape = list(whole.shape)
-        if ranges:  # gcd: int4 groups become smaller where a bound cuts one (int_linear.regroup)
-            shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
-        stored = dtype if whole.is_floating_point() else whole.dtype
-        slices[name] = ShardSlice(tuple(shape), stored, dim, ranges, columns, zeros)
-    return slices
+    plan = shard_plan(model.config, rank, shares)
+    named = model.named_parameters()  # without a tied output head
+    return {name: _shard_slice(model, name, whole, plan, dtype, rank) for name, whole in named}
+
+
+def _shard_slice(model, name, whole, plan, dtype, rank):
+    path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
+    owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
+    dim, ranges = plan.get(owner.split(".", 3)[-1], (0, None))  # planned as "wo"
+    dtype = dtype if whole.is_floating_point() else whole.dtype
+    row_parallel = dim == 1
+    if row_parallel and tensor == "bias":  # added to a partial sum, so by rank 0 alone
+        return ShardSlice(whole.shape, dtype, zeros=rank > 0)
+    if ranges is None or (row_parallel and whole.shape[-1] == 1):  # a norm, an embedding; int8's scales of rows
+        return ShardSlice(whole.shape, dtype)
+    columns = model.get_submodule(path).in_features // whole.shape[-1] if row_parallel else 1
+    shape, dim = list(whole.shape), dim + (whole.dim() == 3)  # experts come first
+    # gcd: int4 groups become smaller where a bound cuts one (int_linear.regroup)
+    shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
+    return ShardSlice(tuple(shape), dtype, dim, ranges, columns)
 
 
 # ---- Loading ---------------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ def last_tokens(sequences, device):
 def make_cache(model, batch, length, in_buckets=False):
     """Return a cache for rows of up to `length` tokens. in_buckets: in whole buckets, as a GPU always gets it.
 
-    No step reads the last slot: a slice of all slots would be compiled as another graph. longrope chooses its factors
-    by the number of the others; BUCKET divides its original context, so rounding up never crosses it.
+    The last slot is scrap, which no step reads: a slice of all slots would be compiled as another graph. longrope
+    chooses its factors by the number of the others; BUCKET divides its original context, which no rounding crosses.
     """
     if in_buckets or model.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET

@@ -100,7 +100,7 @@ def read_config(folder):
         raise InputError(f"{folder} is a file: give its folder; a llama2.c file is for convert_hf_checkpoint.py first")
     if not os.path.isdir(folder):
         is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
-        hint = f"; a hub model is converted first: convert_hf_checkpoint.py {folder} --out DIR" if is_hub_name else ""
+        hint = f"; if it is a hub model, first: convert_hf_checkpoint.py {folder} --out DIR" if is_hub_name else ""
         raise InputError(f"{folder}: no such folder{hint}")
     if not os.path.isfile(path):
         raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
@@ -194,7 +194,7 @@ def check_shape(weights, name, shape):
         raise InputError(f"tensor {name} is {tuple(stored)}, but the config says {tuple(shape)}")
 
 
-def empty(shape, dtype, device="cpu"):
+def empty_in_huge_pages(shape, dtype, device="cpu"):
     """Return an uninitialised tensor, on a CPU in huge pages if the system has them: address translation takes time.
 
     It begins at a huge page. What does not fill a huge page at its end lies in small pages.
@@ -225,7 +225,7 @@ def read_slice(weights, name, piece, device):
     if ranges:  # of what is stored
         ranges = [(start // columns, -(-stop // columns)) for start, stop in ranges]
         shape[piece.dim] = sum(stop - start for start, stop in ranges)
-    tensor = empty(shape, dtype, device)
+    tensor = empty_in_huge_pages(shape, dtype, device)
     weights.fill(tensor, name, piece.dim, ranges)
     if tensor.shape != piece.shape:
         from kernels import int_linear

@@ -105,6 +105,8 @@ def parse_wiring(text, wirings, in_extras):
     fits = match and (parameter is None or re.fullmatch(form, parameter))
     wrong_stale = stale and (int(stale) == 0 or not wiring.stale)
     wrong_lanes = lanes and (int(lanes) == 0 or not wiring.depends_on_lanes)
+    if text in wirings and not match:
+        raise InputError(f"{text!r} is no name for a wiring: names end in a letter")
     if not fits or wrong_stale or wrong_lanes:
         forms = {None: [], "period": [":N"], "layers": [":N", ":I,J,...", ":I-J"]}[wiring.n_means]
         forms = ["", *forms, *["-K"] * bool(wiring.stale), *["/LANES"] * wiring.depends_on_lanes]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from formats.checkpoint import empty
+from formats.checkpoint import empty_in_huge_pages
 from runtime import cxx
 from runtime.report import free_bytes
 
@@ -57,7 +57,7 @@ def read_bandwidth(device, world=None, size=2**30, repeats=9):
     """
     free = free_bytes(device)
     size = min(2**33, free // 4) if device.type == "cuda" else min(size, free // 32)
-    tensor = empty((size // 4,), torch.float32, device).fill_(1)
+    tensor = empty_in_huge_pages((size // 4,), torch.float32, device).fill_(1)
     timed(device, tensor.sum)
     passes = repeats
     if world and not world.alone:

@@ -111,9 +111,7 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
         device = f"cuda:{local_rank if tp_size > 1 and not own_gpu else 0}"
     if device not in known:
         raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
-    if device == "cpu":
-        keep_freed_memory()
-    else:
+    if device != "cpu":
         try:
             torch.cuda.set_device(torch.device(device))
         except RuntimeError as e:  # above all a driver that is too old for this PyTorch

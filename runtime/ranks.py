@@ -1,6 +1,6 @@
 """How ranks meet, sum and leave: they are compared, make a process group, and the first that leaves says why.
 
-A run of one process does not import this file.
+A process alone imports this file only to refuse a --comm.
 """
 
 import collections
@@ -128,10 +128,8 @@ def visible_gpus(device=None):
 def meet(device, flags):
     """Choose this rank's device, compare the ranks and connect them; returns the World. See launch.join."""
     rank, tp_size = launch.rank_and_size()
-    connect, world = (
-        collective(flags.get("comm", "auto")),
-        World(rank, tp_size, None, shares=flags.get("shares")),
-    )
+    connect = collective(flags.get("comm", "auto"))
+    world = World(rank, tp_size, None, shares=flags.get("shares"))
     if dist.is_initialized():
         raise InputError("the ranks have met: name the same device in each load()")
     if extra := find_extra("watch"):

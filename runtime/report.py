@@ -31,7 +31,7 @@ def _kilobytes(path, name):
 
 
 def shard_on_meta(config, dtype, rank, shares):
-    """Return (a rank's Transformer on the device "meta", without memory; {name: ShardSlice} of its weights)."""
+    """Return (a rank's Transformer on "meta", without memory and with a whole tied head; {name: ShardSlice})."""
     model = build(config)
     slices = shard_slices(model, dtype, rank, shares)
     for name, piece in slices.items():
@@ -40,6 +40,7 @@ def shard_on_meta(config, dtype, rank, shares):
 
 
 def cache_bytes(model, rows, slots):
+    """Return the bytes of a rank's cache."""
     return sum(tensor.nbytes for layer in model.new_cache(rows, slots) for tensor in layer)
 
 

@@ -214,7 +214,7 @@ README = str(ROOT / "README.md")
     (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
     (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
     (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
-    (sweep, "--simulate-tp 8 --wiring spd/4", "lanes of wiring spd/4 do not fit 8 ranks: use 1, 2, 4 of equal shares"),
+    (sweep, "--simulate-tp 8 --wiring spd/4", "the 4 lanes of wiring spd/4 do not fit 8 ranks: use 1, 2, 4 ranks of"),
     (sweep, f"--show '{README}'", f"{README} has no line of this script's, with 'limit_ms'"),
     (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
     (decode, "--engines ours llama.cpp --model 30b-a3b:1", "--model 30b-a3b:1 is a mixture of experts: llama.cpp's"),

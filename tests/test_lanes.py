@@ -49,7 +49,9 @@ def test_lanes_have_the_same_neurons_in_int4():
     "lanes, shares, fit", [(4, (1, 1, 1), "1, 2, 4"), (8, (1, 2), "1, 2, 4, 8"), (2, (1,) * 4, "1, 2")]
 )
 def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares, fit):
-    with pytest.raises(InputError, match=f"the {lanes} lanes of .* do not fit . ranks: use {fit} of equal shares"):
+    with pytest.raises(
+        InputError, match=f"the {lanes} lanes of .* do not fit . ranks: use {fit} ranks of equal shares"
+    ):
         lanes_of_rank(dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
 
 

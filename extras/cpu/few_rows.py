@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from extras.cpp import load_operators
-from formats.checkpoint import empty
+from formats.checkpoint import empty_in_huge_pages
 from kernels.int_linear import Int8Linear, Integers, IntLinear, recast, swap, unpack
 from runtime import cxx
 
@@ -66,7 +66,7 @@ def pack(weight, scales, zeros, out=None):
             pack(weight[e], scales[e], None if zeros is None else zeros[e], one)
         return out
     (N, columns), (P, G, vectors, _) = weight.shape, packed_shape(weight, scales, zeros)
-    packed = empty((P, G, vectors, 64), torch.uint8) if out is None else out.view(P, G, vectors, 64)
+    packed = empty_in_huge_pages((P, G, vectors, 64), torch.uint8) if out is None else out.view(P, G, vectors, 64)
     by_row = packed.unflatten(-1, (16, 4))
     for i in range(0, P, PANELS):
         q = weight[16 * i : 16 * (i + PANELS)]
@@ -113,7 +113,7 @@ def replace_matrices(model):
 
     sizes = {m: math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in model.modules() if fits(m)}
     # in one allocation: alone, the end of each matrix, which fills no huge page, would lie in small pages
-    memory = empty((sum(sizes.values()),), torch.uint8).split([*sizes.values()])
+    memory = empty_in_huge_pages((sum(sizes.values()),), torch.uint8).split([*sizes.values()])
     pieces = dict(zip(sizes, memory, strict=True))
 
     def make(name, module):

@@ -18,7 +18,7 @@ def lanes_of_rank(config, rank, shares):
     if any(lanes * share % sum(shares) for share in shares):
         fit = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
         what = f"the {lanes} lanes of wiring {config.wiring} do not fit {len(shares)} ranks"
-        raise InputError(f"{what}: use {fit} of equal shares")
+        raise InputError(f"{what}: use {fit} ranks of equal shares")
     return range(*split_range(lanes, rank, shares))
 
 

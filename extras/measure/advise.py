@@ -61,9 +61,8 @@ def rank_work(config, dtype, rank, shares, batch, context):
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
     n_bytes["attention"] += report.cache_bytes(model, batch, context)
-    rows = batch * context  # of keys and values
     widths = [b.attention.wo.in_features for i, b in enumerate(model.layers) if i not in config.linear_layers]
-    flops["attention"] += 4 * rows * sum(widths)
+    flops["attention"] += 4 * batch * context * sum(widths)
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
     layers = {"attention": config.n_layers, "feed_forward": config.n_layers, "rest": 1}
     return {place: Work(n_bytes[place] / n, flops[place] / n) for place, n in layers.items()}

@@ -276,7 +276,7 @@ def main(argv=None):
     job = cli.Job(argparse.Namespace(**batch), world)  # as for such a batch
     if job.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
-    runner, *_ = generate.load(job)
+    runner, _ = generate.load(job)
     rows, front = Rows(runner, job.config.eos_ids), None
     if args.compile and args.rows > 1 and world.device.type == "cpu":
         from runtime import compiling
