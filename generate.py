@@ -4,8 +4,8 @@ python generate.py --checkpoint demo --prompt "Once upon a time"
 torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time"
 """
 
-# Every rank runs main. A decode step (Runner.step) is the model, then the Sampler (decoding/batch.py): each rank picks
-# candidates from its part of the vocabulary; all gather them and, by the same --seed, choose the same token.
+# Every rank runs main. A decode step (Runner.new_step) is the model, then the Sampler (decoding/batch.py): each rank
+# picks candidates from its part of the vocabulary; all gather them and, by the same --seed, choose the same token.
 
 import contextlib
 import functools
@@ -146,8 +146,8 @@ class Runner:
 
     def choose_chunks(self, B, S):
         """Return the number of chunks for a prefill pass of S tokens of B rows."""
-        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs nobody has measured a gain
-        overlaps = not self.compiles_prefill  # compiled, it waits for the chunks' sums immediately: docs/exact.md
+        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs: untried
+        overlaps = not self.compiles_prefill  # compiled, all chunks' sums are waited for together: docs/exact.md
         worth_it = on_cpus and overlaps and B * S >= MIN_TOKENS
         return min(S, self.chunks or (2 if worth_it else 1))
 

@@ -24,14 +24,14 @@ from runtime.errors import load_extra  # load_extra(NAME, what needs it) imports
 # A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. comm.start(partial) starts its
 # all-reduce; comm.settle(x, pending) waits for it and returns x plus the sum (SingleDevice, below; tp.TensorParallel).
 # A loop is a generator that runs all sublayers. It yields None after each start, so that interleave can run another
-# chunk of the prompt meanwhile, and x at the end. The compiler keeps only the order that data imply: `newer` makes a
-# wait depend on the last start, and pin the next sublayer. Neither changes a value (docs/code.md).
+# chunk of the prompt meanwhile, and x at the end. The compiler keeps only the order that data imply: `newer` ties a
+# wait to the last start, and comm.pin ties the next h to it. Neither changes a value (docs/code.md).
 
 
 def residual_loop(x, sublayers, comm, config):
     """Run sublayers [(h, stale), ...]: each reads x without the last `stale` sums, which are still in flight.
 
-    What four of them read; s0, s1, ... are their sums. A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})).
+    What h0 to h3 read; s0, s1, ... are their sums. A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})).
 
     standard                 stale 0 0 0 0    h0(x) h1(x+s0) h2(x+s0+s1) h3(x+s0+s1+s2)
     ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
@@ -58,7 +58,7 @@ def interleave(loops):
 
 
 def delayed_loop(x, sublayers, comm, config):
-    """Run a ladder whose h reads x + own: the other ranks' partials are late, its own are not."""
+    """Run a ladder whose h reads x + own: the other ranks' partials are late, this rank's on time."""
     own = []  # this rank's partials whose sums are in residual_loop's in_flight, oldest first
 
     def with_own(h, stale, x):
@@ -111,7 +111,8 @@ class Wiring:
 
     Config.wiring is NAME[-stale][:n][/lanes]: ladder-2 is two sublayers late, ladder:8 wires the last eight layers,
     desync:4 keeps every fourth sum. Some wirings depend on the number of lanes, shards that each keep their own x:
-    spd/8 has eight lanes, on 1, 2, 4 or 8 ranks; spd has one lane per rank.
+    spd/8 has eight lanes, on 1, 2, 4 or 8 ranks; spd has one lane per rank. Layers that make no whole group of `blocks`,
+    the first ones, are standard.
     """
 
     about: str  # its line of --help
@@ -135,7 +136,7 @@ WIRINGS = {
     "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True),
     "spd-ladder": Wiring("spd, one block late", (attention_into_mlp,), stale=1, depends_on_lanes=True),
     "delayed": Wiring("a ladder, but own partials are on time", loop=delayed_loop, stale=1, depends_on_lanes=True),
-    "desync": Wiring("only every N-th sum (N=2)", loop=desynced_loop, n_means="period", depends_on_lanes=True),
+    "desync": Wiring("only every n-th sum (n=2)", loop=desynced_loop, n_means="period", depends_on_lanes=True),
     "upper-bound": Wiring("no sums: a bound on speed", loop=desynced_loop, n_means=None, depends_on_lanes=True),
 }
 WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the extra whose import adds it to WIRINGS
@@ -302,9 +303,9 @@ class Transformer(nn.Module):
         forward(tokens, None, cache, None, select)               prefill, its first pass: also fills the cache
         forward(tokens, positions, cache, cache_length, select)  later passes; decode, without select
 
-        positions (B, S); None: every row starts at 0. cache: new_cache's, written in place; linear attention stores no
-        token after `select` (-1: none at all). cache_length: slots to read, this pass's included. chunks: how many to
-        cut S into, so that one computes while another's all-reduce travels; more than 1 need a cache.
+        positions (B, S); None: every row starts at 0. cache: new_cache's, written in place (by linear attention up to
+        `select`; -1: the row ended in an earlier pass). cache_length: slots to read, this pass's included. chunks: how
+        many to cut S into, so that one computes while another's all-reduce travels; more than 1 need a cache.
         """
         x = torch.cat(interleave(self.chunk_loops(tokens, positions, cache, cache_length, select, chunks)), dim=1)
         return self.head(x, select)
@@ -317,7 +318,7 @@ class Transformer(nn.Module):
         S, fresh = tokens.shape[1], positions is None
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
-        n_keys = 0 if fresh else cache_length - S  # slots in the cache before this chunk's
+        n_keys = 0 if fresh else cache_length - S  # slots to read before this chunk's
         last = None if select is None else positions[:, :1] + select[:, None]  # the position of each selected token
         max_length = cache_slots(cache) - 1 if cache else S  # without the scrap slot
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
@@ -514,7 +515,7 @@ class SingleDevice:
 class NormedSums:
     """The collectives of a loop whose sums are normed before they are added: settle returns x + norm(wait(pending)).
 
-    norms: one for each sublayer, in the order of their starts. It settles into zeros: wait would keep no order.
+    norms: one for each sublayer, in the order of their starts. Not x + norm(wait(...)): only settle takes `newer`.
     """
 
     def __init__(self, comm, norms):
@@ -531,7 +532,7 @@ class NormedSums:
         return self.comm.pin(x, [later for later, _ in newer])
 
 
-VOCAB_BLOCK = 16  # token ids: a rank holds whole blocks of the output head, and Sampler draws among blocks
+VOCAB_BLOCK = 16  # token ids: ranks hold whole blocks, among which Sampler draws alike on any number of ranks
 
 
 def pad_logits(logits, n):

@@ -85,7 +85,7 @@ def head_ranges(config, rank, shares):
     Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Beyond K
     ranks, rank r holds a copy of KV head r * K // tp_size, and the holders of a KV head divide its query heads by their
     shares: of 2 KV heads with 4 query heads each on 3 ranks, ranks 0 and 1 hold KV head 0 and 2 of its query heads,
-    rank 2 holds KV head 1 with all 4, the last 6 H rows of wqkv: twice the attention.
+    rank 2 holds KV head 1 with all 4, the last 6 H rows of wqkv: twice theirs.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
@@ -164,7 +164,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int = 0
     ranges: list | None = None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
-    columns: int = 1  # of the matrix for each stored one: 2 in a byte of int4, group_size in its scales
+    columns: int = 1  # of the matrix per stored element: 2 in a byte of int4, group_size in its scales
     zeros: bool = False  # zeros instead of the tensor: a bias that rank 0 alone adds
 
 
@@ -192,7 +192,7 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
         return ShardSlice(whole.shape, dtype)
     columns = model.get_submodule(path).in_features // whole.shape[-1] if row_parallel else 1
     shape, dim = list(whole.shape), dim + (whole.dim() == 3)  # experts come first
-    # gcd: int4 groups become smaller where a bound cuts one (int_linear.regroup)
+    # usually columns; but int4 groups become smaller where a bound cuts one (int_linear.regroup)
     shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
     return ShardSlice(tuple(shape), dtype, dim, ranges, columns)
 
