@@ -444,7 +444,7 @@ def test_an_overflow_of_float16_is_named(tmp_path):
     flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
     with pytest.raises(InputError, match="row 0 in step 0 .*--dtype"):
         generate.main(["--checkpoint", str(tmp_path), *flags])
-    model = generate.load_model(BASE, str(tmp_path), "float16", launch.World(0, 1, "cpu"))
+    model = generate.load_model(BASE, str(tmp_path), "float16", launch.World(0, 1, torch.device("cpu")))
     with pytest.raises(InputError, match="loss of nan .* in float16: .*--dtype"):
         eval.checked(torch.nan, str(tmp_path), model)
     assert eval.checked(1.5, str(tmp_path), model) == 1.5
