@@ -165,7 +165,7 @@ def check_ranks(shares, cases, **how):
             assert torch.allclose(first, rank_logits(None, config), atol=1e-4), config
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
+@pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_compute_what_one_device_does(tp_size):
     check_ranks(tp_size, CASES)
 
