@@ -111,8 +111,7 @@ class Wiring:
 
     Config.wiring is NAME[-stale][:n][/lanes]: ladder-2 is two sublayers late, ladder:8 wires the last eight layers,
     desync:4 keeps every fourth sum. Some wirings depend on the number of lanes, shards that each keep their own x:
-    spd/8 has eight lanes, on 1, 2, 4 or 8 ranks; spd has one lane per rank. The first layers are standard if they make
-    no whole group of `blocks`.
+    spd/8 has eight lanes, on 1, 2, 4 or 8 ranks; spd has one lane per rank. Layers left over by `blocks` are standard.
     """
 
     about: str  # its line of --help

@@ -224,6 +224,7 @@ def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddin
 
 
 def set_parameter(model, name, tensor):
+    """Set a parameter of a model, named as named_parameters does; a linear's sizes follow its weight."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))

@@ -19,7 +19,8 @@ import generate
 from complete import load
 from decoding.batch import Sampler, make_cache
 from extras.drafts import speculative
-from extras.drafts.named import like, of_model, read_draft, rewire
+from extras.drafts.named import of_model, read_draft, rewire
+from extras.runner import like
 from generate import Runner
 from runtime import compiling
 from runtime.errors import InputError

@@ -40,8 +40,8 @@ def is_stopped(steps, world):
 def chat_on_terminal(job, runner, Generation):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
-    job: a cli.Job. runner: generate.load's for it. Generation: generate.py's class, which to import
-    would load that script once more.
+    job: a cli.Job. runner: generate.load's for it. Generation: generate.py's class, which to import would load that
+    script once more.
     """
     world, tokenizer, context = job.world, job.tokenizer, min(CHAT_CONTEXT, job.config.max_seq_len)
     beginning = job.args.chat  # perhaps a system message

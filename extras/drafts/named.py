@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from extras.drafts.speculative import ModelDraft, Ngrams, SmallModel
+from extras.runner import like
 from formats import checkpoint
 from formats.compare import check_vocabulary
-from formats.fields import parse_wiring, wiring_name
-from model import WIRINGS, WIRINGS_IN_EXTRAS, Config, cache_slots, rewired
+from formats.fields import wiring_name
+from model import WIRINGS, Config, rewired
 from runtime.errors import InputError
 from runtime.launch import World
 
@@ -58,10 +59,7 @@ def wiring_of(config, name, tp_size):
     Without lanes in its config, a checkpoint has as many lanes as there are ranks.
     """
     try:
-        named, lanes = (
-            parse_wiring(name.removeprefix("wiring:"), WIRINGS, WIRINGS_IN_EXTRAS),
-            config.fixed_lanes or tp_size,
-        )
+        named, lanes = rewired(config, name.removeprefix("wiring:")).parsed, config.fixed_lanes or tp_size
         if named.lanes is None and WIRINGS[named.name].depends_on_lanes:
             named = named._replace(lanes=config.fixed_lanes)
         draft = rewired(config, wiring_name(*named))
@@ -84,12 +82,6 @@ def rewire(model, config):
     model = copy.copy(model)
     model.config = config
     return model
-
-
-def like(runner, model, cache=None):
-    """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-    cache = cache or model.new_cache(len(runner.cache[0][0]), cache_slots(runner.cache))
-    return type(runner)(model, cache, runner.compiles, runner.compiles_prefill, runner.chunks)
 
 
 def build(job, runner, load_model):

@@ -12,6 +12,7 @@ import torch
 
 from extras.measure.clock import run_layers
 from extras.measure.link import Link
+from extras.runner import like
 from model import Config, SingleDevice, cache_slots
 from runtime import report, writing
 from runtime.benchmarking import in_turns, quartiles, timed
@@ -63,8 +64,7 @@ def make_case(kind, runner, tokens, lengths, world):
     """Return the Case of a runner's step, "prefill" or "decode"; tokens, lengths: as replays() has them."""
     model, silent, (B, S) = runner.model, copy.copy(runner.model), tokens.shape
     silent.comm = Silent(model.config, world.shares, world.group)
-    beside = type(runner)(silent, runner.cache, runner.compiles, runner.compiles_prefill, runner.chunks)
-    steps = [replays(one, tokens, lengths)[kind] for one in (runner, beside)]
+    steps = [replays(one, tokens, lengths)[kind] for one in (runner, like(runner, silent, runner.cache))]
     chunks, width = (runner.choose_chunks(B, S), S) if kind == "prefill" else (1, 1)
     partial = torch.zeros(B, -(-width // chunks), model.config.dim, device=model.device, dtype=model.dtype)
     read, places = report.weight_bytes(model, B * width), (".attention.", ".feed_forward.", "output.")
