@@ -440,8 +440,8 @@ class Config:
     def named_wiring(self):
         """The Wiring that `wiring` names."""
         stale, name = self.parsed.stale, self.parsed.name
-        if name == "farskip" and not self.shared_expert_size:
-            name = "ladder"  # farskip without a shared expert is a ladder
+        if name == "farskip" and not (self.shared_expert_size or self.dense_layers):
+            name = "ladder"  # farskip without shared experts and dense layers is a ladder
         return dataclasses.replace(WIRINGS[name], stale=stale) if stale else WIRINGS[name]
 
     fixed_lanes = property(lambda self: self.parsed.lanes)  # 8 in "spd/8"; None: as many as ranks

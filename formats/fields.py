@@ -49,7 +49,7 @@ def check(c):
         load_extra("linear_attention", "linear_layers").check(c)
     if c.n_experts:
         load_extra("experts", "n_experts").check(c)
-    elif given := [name for name in EXPERTS if getattr(c, name)]:
+    elif given := [name for name in EXPERTS if getattr(c, name)] + ["wiring farskip"] * (c.parsed.name == "farskip"):
         raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
     if (c.quant, c.group_size, c.kept) != (None, None, ()):
         from kernels import int_linear

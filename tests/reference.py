@@ -215,12 +215,8 @@ class MixtureReference(Reference):
         x = self.norm(x, p + norm)
         return self.experts(p + "feed_forward.", x) + self.shared_expert(p + "feed_forward.", x)
 
-    def wiring(self):
-        wiring, *others = super().wiring()
-        return model.WIRINGS["ladder"] if self.c.wiring == "farskip" else wiring, *others
-
     def stream(self, x0):
-        return [self.farskip(x0)] if self.c.wiring == "farskip" and self.c.shared_expert_size else super().stream(x0)
+        return [self.farskip(x0)] if self.c.wiring == "farskip" else super().stream(x0)
 
     def gated(self, x, w1, w3, w2):
         gate = w1 @ x
@@ -249,17 +245,15 @@ class MixtureReference(Reference):
         return out
 
     def farskip(self, x0):
-        """The stream of a mixture: attention k misses the routed experts of layer k - 1, experts k miss attention k."""
-        c, w, attention, routed, shared = self.c, self.w, [], [], []
-        for layer in range(c.n_layers):
-            whole = x0 + sum(attention) + sum(routed) + sum(shared)
-            late = whole - routed[-1] if routed else whole
-            attention.append(self.attention(layer, late, self.shards[0]))
-            if layer in c.dense_layers:
-                routed.append(self.mlp(layer, whole, self.shards[0]))
-                continue
+        """The stream x; y is x without the routed experts of the layer before, and after a dense layer all of x."""
+        x = y = x0
+        for layer in range(self.c.n_layers):
             p = f"layers.{layer}."
-            x = rms_norm(whole, w[p + "ffn_norm.weight"], c.norm_eps)
-            routed.append(self.experts(p + "feed_forward.", x))
-            shared.append(self.shared_expert(p + "feed_forward.", x))
-        return x0 + sum(attention) + sum(routed) + sum(shared)
+            a = self.attention(layer, y, self.shards[0])
+            if layer in self.c.dense_layers:
+                x = y = x + a + self.mlp(layer, x, self.shards[0])
+                continue
+            normed = self.norm(x, p + "ffn_norm")  # of x without this layer's attention
+            y = x + a + self.shared_expert(p + "feed_forward.", normed)
+            x = y + self.experts(p + "feed_forward.", normed)
+        return x

@@ -29,6 +29,7 @@ from formats import checkpoint
 from formats.sizes import RandomWeights, named_size
 from generate import Runner
 from kernels import int_linear
+from model import rewired
 from runtime import launch, ranks, report
 from runtime.errors import InputError
 
@@ -38,7 +39,11 @@ MIXTURE = dataclasses.replace(
 SHARED = dataclasses.replace(MIXTURE, shared_expert_size=28, shared_expert_gate=True, dense_layers=())
 WIRINGS = "standard", "ladder", "ladder:1", "parallel-ladder", "pair", "farskip"
 CONFIGS = [dataclasses.replace(config, wiring=w) for config in (MIXTURE, SHARED) for w in WIRINGS]
-CONFIGS.append(dataclasses.replace(SHARED, wiring="farskip", dense_layers=(1,)))
+FARSKIP = [  # dense layers first, in the middle, last
+    dataclasses.replace(config, wiring="farskip", dense_layers=dense)
+    for config in (MIXTURE, SHARED) for dense in ((0,), (1,), (2,), (0, 2))
+]  # fmt: skip
+CONFIGS += [config for config in FARSKIP if config not in CONFIGS]
 
 
 def config_id(config):
@@ -52,20 +57,46 @@ def test_matches_the_naive_float64_reference(config, renormalize):
     check_against_the_reference(config, MixtureReference)
 
 
-def test_farskip_is_ladder_without_a_shared_expert():
-    ladder, farskip = (dataclasses.replace(MIXTURE, wiring=wiring) for wiring in ("ladder", "farskip"))
-    assert ladder.wiring_key == farskip.wiring_key
-    ladder, farskip = (dataclasses.replace(SHARED, wiring=wiring) for wiring in ("ladder", "farskip"))
-    tokens = unequal_rows(SHARED)[0]
-    with torch.no_grad():
-        assert (random_model(ladder)(tokens) - random_model(farskip)(tokens)).abs().max() > 0.1
+def test_farskip_is_a_ladder_without_shared_experts_and_dense_layers():
+    plain = dataclasses.replace(MIXTURE, dense_layers=())
+    assert rewired(plain, "ladder").wiring_key == rewired(plain, "farskip").wiring_key
+    for config in SHARED, MIXTURE:
+        logits = []
+        for wiring in "ladder", "farskip":
+            with torch.no_grad():
+                logits.append(random_model(rewired(config, wiring))(unequal_rows(config)[0]))
+        assert (logits[0] - logits[1]).abs().max() > 0.1
+
+
+class Recorder(model.SingleDevice):
+    """Writes down starts and waits."""
+
+    def __init__(self):
+        self.events = []
+
+    def start(self, partial):
+        self.events.append(f"start{partial}")
+        return partial
+
+    def settle(self, x, pending, newer=()):
+        self.events.append(f"wait{pending}")
+        return x
+
+
+def test_farskip_waits_for_a_dense_layer_alone():
+    """Between mixtures a sum is still on its way while the next sublayer computes and starts its own."""
+    comm, config = Recorder(), dataclasses.replace(SHARED, n_layers=4, wiring="farskip", dense_layers=(1,))
+    sublayers = [(lambda x, i=i: (i, None), 1) for i in range(8)]
+    model.interleave([config.named_wiring.loop(0.0, sublayers, comm, config)])
+    order = "start0 start1 wait0 start2 wait1 start3 wait2 wait3 start4 start5 wait4 start6 wait5 start7 wait6 wait7"
+    assert " ".join(comm.events) == order
 
 
 SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("ranks, compile, chunks", [
-    (2, False, None), ((2, 1), False, 2), pytest.param(4, False, None, marks=SLOW),
+    (2, False, None), ((2, 1), False, 2), (3, False, None), pytest.param(4, False, None, marks=SLOW),
     *(pytest.param(ranks, *how, marks=SLOW) for ranks in (2, (2, 1), 4) for how in ((True, None), (False, 2))),
 ])  # fmt: skip
 def test_ranks_compute_the_same(ranks, compile, chunks):
@@ -116,7 +147,7 @@ def test_farskip_has_other_shards_than_a_ladder(tmp_path):
     for wiring, _, mine, alone in run_ranks(2, texts_of_cells, words)[0]:
         assert mine == alone, wiring
     with pytest.raises(InputError, match="wiring:ladder has other shards of the shared expert than farskip"):
-        read_draft("wiring:ladder", model.rewired(config, "farskip"), None, tp_size=2)
+        read_draft("wiring:ladder", rewired(config, "farskip"), None, tp_size=2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

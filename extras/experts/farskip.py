@@ -1,4 +1,12 @@
-"""FarSkip (arXiv 2511.11505): a ladder whose sublayers miss no shared expert, since each rank computes all of it."""
+"""FarSkip (arXiv 2511.11505): a ladder between mixtures, whose sublayers miss no shared expert and no dense layer.
+
+Each rank computes all of a shared expert, so its output is there at once. Those of a mixture with routed experts R and
+a shared expert S, where x is the stream, y the stream without the routed experts of the layer before, and dense MLPs M:
+
+    a = attention(y)
+    mixture:  y' = x + a + S(x),  x' = y' + R(x)
+    dense:    y' = x' = x + a + M(x)
+"""
 
 import functools
 
@@ -23,9 +31,10 @@ APART = attention_apart, experts
 def farskip_loop(x, sublayers, comm, config):
     """Run a ladder whose sublayers also read the shared experts' outputs of the sums that are in flight.
 
-    sublayers: those of APART.
+    sublayers: those of APART, two a layer. The attention after a dense layer waits for all sums.
     """
     outputs = []  # one for each of these sums
+    after_dense = [2 * layer + 2 for layer in config.dense_layers]
 
     def with_outputs(h, stale, x):
         del outputs[: max(0, len(outputs) - stale)]
@@ -33,5 +42,6 @@ def farskip_loop(x, sublayers, comm, config):
         outputs.append(shared)
         return partial if shared is None else partial + shared / comm.lanes  # the all-reduce adds up `lanes` of them
 
-    ladder = [(functools.partial(with_outputs, h, stale), stale) for h, stale in sublayers]
+    stales = [0 if i in after_dense else stale for i, (_, stale) in enumerate(sublayers)]
+    ladder = [(functools.partial(with_outputs, h, n), n) for (h, _), n in zip(sublayers, stales, strict=True)]
     return residual_loop(x, ladder, comm, config)

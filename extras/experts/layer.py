@@ -28,7 +28,7 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, x, apart=False):
-        """Return the partial (B, S, D) of x (B, S, D); if apart, (the chosen experts', the shared one's), not added."""
+        """Return the partial (B, S, D) of x (B, S, D); if apart, (the chosen experts', the shared one's or None)."""
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
         if self.renormalize:
@@ -36,7 +36,7 @@ class MoE(nn.Module):
         y = self.experts(tokens, chosen)  # (B * S, k, D)
         y = (y * weights[..., None].type_as(y)).unflatten(0, x.shape[:-1]).sum(-2)
         if self.shared_expert is None:
-            return y
+            return (y, None) if apart else y
         shared = self.shared_expert(x)
         if self.shared_gate is not None:
             shared = self.shared_gate(x).sigmoid() * shared

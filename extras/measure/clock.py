@@ -21,7 +21,7 @@ def variants(config):
     middle, half = n_layers // 4, max(1, n_layers // 2)
     more = {
         "ladder": ["ladder", f"ladder:{half}", *["ladder-4"] * mixture], "desync": ["desync:2", "desync:4"],
-        "laneformer": [], "farskip": ["farskip"] * bool(config.shared_expert_size),
+        "laneformer": [], "farskip": ["farskip"] * bool(config.shared_expert_size or config.dense_layers),
         "pair": [f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else [],
         "delayed": ["delayed", "delayed-4"][:n_layers],
     }  # fmt: skip
