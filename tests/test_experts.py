@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_bench import flags, texts_of_cells
 from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
 from test_generate import edit_config
-from test_wiring import check_against_the_reference
+from test_wiring import calls, check_against_the_reference, generated_code, squeeze
 
 import model
 import quantize
@@ -83,13 +83,16 @@ class Recorder(model.SingleDevice):
         return x
 
 
-def test_farskip_waits_for_a_dense_layer_alone():
+def test_farskip_waits_for_a_dense_layer_alone(fake_world):
     """Between mixtures a sum is still on its way while the next sublayer computes and starts its own."""
-    comm, config = Recorder(), dataclasses.replace(SHARED, n_layers=4, wiring="farskip", dense_layers=(1,))
-    sublayers = [(lambda x, i=i: (i, None), 1) for i in range(8)]
+    config = dataclasses.replace(SHARED, n_layers=4, wiring="farskip", dense_layers=(1,))
+    comm, sublayers = Recorder(), [(lambda x, i=i: (i, None), 1) for i in range(1, 9)]
     model.interleave([config.named_wiring.loop(0.0, sublayers, comm, config)])
-    order = "start0 start1 wait0 start2 wait1 start3 wait2 wait3 start4 start5 wait4 start6 wait5 start7 wait6 wait7"
+    order = "start1 start2 wait1 start3 wait2 start4 wait3 wait4 start5 start6 wait5 start7 wait6 start8 wait7 wait8"
     assert " ".join(comm.events) == order
+    # the compiler's code computes before each start
+    compiled = calls(generated_code(config, fake_world(0, 2), 2, 1, torch.float32))
+    assert squeeze(compiled) == order.replace("start", "c start") + " c"  # and the output head
 
 
 SLOW = pytest.mark.slow
