@@ -16,6 +16,7 @@ from test_writers import check_kills
 import eval as evaluate
 import quantize
 import tp
+from extras import chat
 from extras.lanes import load_lanes
 from extras.training import adapt, data, sharding
 from extras.training.data import TOKEN, Windows
@@ -62,6 +63,22 @@ def tokens(tmp_path):
     ids = np.fromfile(tmp_path / "x.tokens", TOKEN)["id"]
     assert len(ids) == 9 + 5 + 3 + 17 + 11 and [*ids[9:14], *ids[34:]] == [1, *b"hij", 2, 1, *b"u:hi;a:ho;"]
     return tmp_path / "x.tokens"
+
+
+def test_many_chats_are_rendered_in_their_order_and_not_all_at_once(tmp_path, monkeypatch):
+    texts, path = [str(n) for n in range(400)], tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": t}]}) + "\n" for t in texts))
+    monkeypatch.setattr(chat.template, "renderer", chat.template.Renderer())  # which no thread has started
+    data.tokenize([path], Letters(), [2], tmp_path / "x.tokens")
+    tokens = np.fromfile(tmp_path / "x.tokens", TOKEN)
+    for n, text in enumerate(texts):
+        assert bytes(tokens["id"][tokens["document"] == n].tolist()) == f"\x01u:{text};".encode()
+    read, documents = [], data.documents
+    monkeypatch.setattr(data, "documents", lambda path: (read.append(1) or record for record in documents(path)))
+    monkeypatch.setattr(Letters, "template", "{{ raise_exception('no') }}")
+    with pytest.raises(InputError, match="chats.jsonl line 1: .*refuses this conversation: no"):
+        data.tokenize([path], Letters(), [2], tmp_path / "x.tokens")
+    assert len(read) == data.QUEUED < 400
 
 
 def test_windows_hold_every_token_and_no_document_sees_another(tokens):

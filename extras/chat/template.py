@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from jinja2.ext import loopcontrols
@@ -53,24 +54,31 @@ def main(seconds):
 
 
 class Renderer:
-    """The process that renders, started when the first template is rendered and again after it was ended."""
+    """The process that renders, started when the first template is rendered and again after it was ended.
+
+    Threads share it: each waits for the answers of those before it.
+    """
 
     seconds, process = 10, None
 
+    def __init__(self):
+        self.lock = threading.Lock()
+
     def render(self, template, variables):
         """Return (text, None), or (None, what went wrong)."""
-        if self.process is None:
-            command = [sys.executable, "-P", __file__, str(self.seconds)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C does not reach it
-        try:
-            self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
-            self.process.stdin.flush()
-            return json.loads(self.process.stdout.readline())
-        except (BrokenPipeError, ValueError):  # it was ended
-            self.process.communicate()
-            self.process = None
-            return None, f"it takes more than {self.seconds} s or {MEGABYTES} MB"
+        with self.lock:
+            if self.process is None:
+                command = [sys.executable, "-P", __file__, str(self.seconds)]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+                self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C does not reach it
+            try:
+                self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
+                self.process.stdin.flush()
+                return json.loads(self.process.stdout.readline())
+            except (BrokenPipeError, ValueError):  # it was ended
+                self.process.communicate()
+                self.process = None
+                return None, f"it takes more than {self.seconds} s or {MEGABYTES} MB"
 
 
 renderer = Renderer()

@@ -3,7 +3,7 @@
 import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from evaluation.score import SEPARATOR
 from formats.checkpoint import first_line, read_text
 from runtime.errors import InputError
 
+QUEUED = 256  # documents whose tokens are in memory at once, and that an error or a signal waits for
 TOKEN = np.dtype([("id", "<u4"), ("document", "<u4")])  # a token on disk: its id, the index of its document
 
 
@@ -63,8 +64,10 @@ def encode(tokenizer, end, record):
 def tokenize(paths, tokenizer, end, target):
     """Write the tokens of the files' documents, in their order, to the file target."""
     with open(target, "wb") as f, ThreadPoolExecutor() as pool:
-        records = (pool.map(functools.partial(encode, tokenizer, end), documents(path)) for path in paths)
-        bar = tqdm(chain.from_iterable(records), "tokenizing", unit=" documents", delay=1, disable=None)
+        records = chain.from_iterable(map(documents, paths))
+        batches = iter(lambda: [*islice(records, QUEUED)], [])
+        results = (pool.map(functools.partial(encode, tokenizer, end), batch) for batch in batches)
+        bar = tqdm(chain.from_iterable(results), "tokenizing", unit=" documents", delay=1, disable=None)
         for n, ids in enumerate(bar):
             tokens = np.empty(len(ids), TOKEN)
             tokens["id"], tokens["document"] = ids, n
