@@ -125,6 +125,7 @@ def main(argv=None):
         writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE))
     small, large = sum(sizes.values()), sum(before.values())
     print(f"{args.out}: {small / 1e6:,.1f} MB, {large / small:.2f} times smaller than before ({large / 1e6:,.1f} MB)")
+    print(f"what that costs: python eval.py --checkpoint {args.out} --compare {args.checkpoint} --text FILE")
 
 
 if __name__ == "__main__":

@@ -159,9 +159,14 @@ def error(c):
             return f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}"
         if name == "output" and c.tie_embeddings:
             return "the output head of this model is its embedding table: keep tok_embeddings instead"
-    for name, counts in columns.items():
-        if c.group_size and name not in c.kept and (odd := [count for count in counts if count % c.group_size]):
-            return f"group size {c.group_size} does not divide the {odd[0]} columns of {name}: keep {name}"
+    if c.tie_embeddings:
+        del columns["output"]
+    quantized = [(name, n) for name, counts in columns.items() if name not in c.kept for n in sorted(counts)]
+    if odd := [(name, n) for name, n in quantized if c.group_size and n % c.group_size]:
+        smaller = [f"use {size}, or " for size in (64, 32) if not any(n % size for _, n in odd)][:1]
+        instead = "".join(smaller) + "keep " + ",".join(dict.fromkeys(name for name, _ in odd))
+        matrices = ", ".join(f"{name} ({n})" for name, n in odd)
+        return f"group size {c.group_size} does not divide the columns of {matrices}: {instead}"
     return None
 
 

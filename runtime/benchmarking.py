@@ -45,8 +45,8 @@ def in_turns(ways, rounds):
 
 
 def quartiles(values):
-    """Return (lower quartile, median, upper quartile); of a single value that value, three times."""
-    return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3
+    """Return (lower quartile, median, upper quartile), none outside of the values; of a single one it, three times."""
+    return tuple(statistics.quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (values[0],) * 3
 
 
 def read_bandwidth(device, world=None, size=2**30, repeats=9):

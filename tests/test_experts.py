@@ -437,7 +437,7 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
             {"shared_expert_size": 28, "sum_norms": True, "wiring": "farskip"},
             "farskip is not for models with sum_norms",
         ),
-        ({"quant": "int4", "group_size": 32, "dim": 64, "expert_size": 32, "kept": ("wo",)}, "the 100 columns of w2"),
+        ({"quant": "int4", "group_size": 32, "dim": 64, "expert_size": 32, "kept": ("wo",)}, "w2 .100.: keep w2"),
     ],
 )
 def test_bad_configs_are_one_line(changes, words):

@@ -249,7 +249,7 @@ def test_bytes_of_a_step_and_of_the_advisor():
     ({"linear_attention": {**SETTINGS, "value_heads": 7}}, "value_heads 7 is no multiple of key_heads 5"),
     ({"linear_attention": {**SETTINGS, "key_dim": 2**40}}, "key_dim is 1099511627776, but"),
     ({"linear_attention": {**SETTINGS, "depth": 7}}, "depth is 7, but"),
-    ({"quant": "int4", "group_size": 32, "dim": 64, "head_dim": 16, "kept": ("w2",)}, "120 columns of wout"),
+    ({"quant": "int4", "group_size": 32, "dim": 64, "head_dim": 16, "kept": ("w2",)}, "wout .120.: keep wout"),
 ])  # fmt: skip
 def test_bad_configs_are_one_line(changes, words):
     with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):

@@ -240,7 +240,8 @@ def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsy
     write_weights, out = writing.write_weights, tmp_path / mode
     monkeypatch.setattr(writing, "write_weights", lambda f, s, r, shard_bytes: write_weights(f, s, r, 50_000))
     quantize.main(["--checkpoint", str(folder), "--mode", mode, *flags, "--out", str(out)])
-    assert "times smaller than before" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "times smaller than before" in printed and f"eval.py --checkpoint {out} --compare {folder} --" in printed
     config, files = checkpoint.read_config(out), sorted(out.glob("model-*.safetensors"))
     assert (config.quant, config.kept, config.wiring) == (mode, kept, "ladder") and len(files) > 3
     state = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -267,8 +268,13 @@ def test_bad_checkpoints_are_one_clear_line(tmp_path):
     (odd := tmp_path / "odd").mkdir()
     config = dataclasses.replace(CONFIG, intermediate_size=172)
     write_model(odd, config, random_model(config).state_dict(), torch.bfloat16)
-    with pytest.raises(InputError, match="^group size 32 does not divide the 172 columns of w2: keep w2$"):
+    with pytest.raises(InputError, match=r"^group size 32 does not divide the columns of w2 \(172\): keep w2$"):
         run(odd)
+    matrices = r"tok_embeddings \(64\), wqkv \(64\), w1 \(64\), w3 \(64\), output \(64\), w2 \(172\)"
+    with pytest.raises(InputError, match=f"^group size 128 does not .* {matrices}: keep tok_embeddings,wqkv,w1,w3,outpu"):
+        run(odd, "--group-size", "128")
+    with pytest.raises(InputError, match=r"\(64\): use 64, or keep tok_embeddings,wqkv,w1,w3$"):  # a tied head's table
+        dataclasses.replace(TIED, group_size=128, kept=("wo", "w2"))
     run(odd, "--keep", "w2")
     with pytest.raises(InputError, match="int4 is quantized .int4.: give the original"):
         run(tmp_path / "int4")
