@@ -156,7 +156,9 @@ def warn_of_wiring(own, config, shares):
         if own.named_wiring.depends_on_lanes and own.fixed_lanes is None:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
-    loss = "a function that they were not trained for: eval.py measures the loss"
+    loss = "a function that they were not trained for: " + "adapt.py retrains them; " * (config.wiring != "upper-bound")
+    loss += f"eval.py --checkpoint DIR --wiring {config.wiring} --compare DIR --text FILE measures the loss"
+    loss += f", where DIR has them as {own.wiring}"
     one_lane = (config.fixed_lanes or len(shares)) == 1
     if own.wiring == "standard" and one_lane and is_standard_in_one_lane(config.named_wiring):
         loss = "which is the same in one lane"

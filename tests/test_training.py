@@ -269,6 +269,15 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fres
     assert not weights[0]["layers.0.feed_forward.w2.weight"].any() and (weights[0]["norm.weight"] == 1).all()
 
 
+def test_a_teacher_s_own_loss_is_the_first_that_is_printed(retrain, tmp_path, capfd):
+    flags = [*retrain, "--steps", "1"]
+    adapt.main(flags)
+    adapt.main([*flags, "--wiring", "standard", "--out", str(tmp_path / "out2")])
+    first, own = losses_of(tmp_path / "out")[0], losses_of(tmp_path / "out2")[0]
+    assert first["teacher"] == pytest.approx(own["valid"]) and first["valid"] != own["valid"] and "teacher" not in own
+    assert f"step 0: teacher {first['teacher']:.4f}, valid {first['valid']:.4f} nats" in capfd.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:FSDP2")
 @pytest.mark.parametrize("how", ["distilled", "fresh", "plain", "mixture"])

@@ -237,7 +237,8 @@ def test_flags_choose_a_wiring():
     ("spd/2", "spd:3/4", 4, "spd/2's, and run as spd:3/4, a function that they were not"),
     ("standard", "spd", 1, "these weights are standard's, and run as spd, which is the same in one lane"),
     ("standard", "delayed-4/2", 1, "run as delayed-4/2, a function that they were not"),
-    ("standard", "desync", 2, "desync, a function that they were not trained for: eval.py"),
+    ("standard", "desync", 2, "for: adapt.py retrains them; eval.py --checkpoint DIR --wiring desync --compare DIR --"),
+    ("standard", "upper-bound", 2, "not trained for: eval.py --checkpoint DIR --wiring upper-bound --compare DIR --t"),
     ("ladder:2", "ladder-2:2", 2, "a function that they were not"),
     ("spd", "spd", 2, "these weights name no lanes: spd is another function on"),
 ])  # fmt: skip

@@ -177,6 +177,8 @@ def train(model, teacher, windows, valid, run, args, world):
         validates = step % args.eval_every == 0 or step == args.steps
         if validates:
             progress.at("validation", timed=False)
+            if teacher and not step:  # what the student's losses are to be compared with
+                line["teacher"] = validation_loss(teacher, valid, args.micro_batch, world)
             line["valid"] = validation_loss(model, valid, args.micro_batch, world)
             if line["valid"] < best["valid"]:
                 best = line
@@ -184,7 +186,7 @@ def train(model, teacher, windows, valid, run, args, world):
         if is_rank_0:
             writing.append_line(run / "log.jsonl", line)
             if validates:
-                nats = ", ".join(f"{name} {line[name]:.4f}" for name in ("train", "valid") if name in line)
+                nats = ", ".join(f"{name} {line[name]:.4f}" for name in ("train", "teacher", "valid") if name in line)
                 bar.write(f"step {step}: {nats} nats per token")
         if validates:
             sharding.save(run, step, best["step"], model, optimizer, world)
