@@ -66,6 +66,8 @@ def test_farskip_is_a_ladder_without_shared_experts_and_dense_layers():
             with torch.no_grad():
                 logits.append(random_model(rewired(config, wiring))(unequal_rows(config)[0]))
         assert (logits[0] - logits[1]).abs().max() > 0.1
+    with pytest.raises(InputError, match="^wiring farskip is for a mixture of experts, which has n_experts$"):
+        rewired(BASE, "farskip")
 
 
 class Recorder(model.SingleDevice):
