@@ -114,8 +114,8 @@ def add_rank_flags(parser, sharded=False, comm=True):
         parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
     if comm:
-        words = "how ranks sum\nauto: shared memory on CPUs of one node, one-shot on GPUs of one if faster, else "
-        words += "library\nlibrary: gloo or NCCL\nothers: extras/collectives/README.md"
+        words = "how ranks sum\nauto: shared memory on CPUs of one node, else library\nlibrary: gloo or NCCL\n"
+        words += "others, such as one-shot: extras/collectives/README.md"
         parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
 
 
