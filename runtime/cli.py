@@ -114,8 +114,8 @@ def add_rank_flags(parser, sharded=False, comm=True):
         parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
     if comm:
-        words = "how ranks sum\nauto: shared memory on CPUs of one node, one-shot on GPUs of one if faster, else "
-        words += "library\nlibrary: gloo or NCCL\nothers: extras/collectives/README.md"
+        words = "how ranks sum\nauto: shared memory on CPUs of one node, else library\nlibrary: gloo or NCCL\n"
+        words += "others, such as one-shot: extras/collectives/README.md"
         parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
 
 
@@ -312,9 +312,9 @@ def parse_generation_flags(description, argv=None):
     words = "... among the likeliest of mass P, e.g. 0.95"
     g.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0, metavar="P", help=words)
     g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help="of sampling and prompts")
-    words = "speculative decoding: a smaller checkpoint, the text's own n-grams, or these weights in another wiring "
-    words += "propose K (3) tokens at a time; e.g. wiring:spd@2 is the wiring spd with K = 2"
-    g.add_argument("--draft", metavar="(DIR|ngram|wiring:NAME)[@K]", help=words)
+    words = "speculative decoding: a smaller checkpoint, or the text's own n-grams, propose K (3) tokens at a time, "
+    words += "e.g. ngram@4"
+    g.add_argument("--draft", metavar="(DIR|ngram)[@K]", help=words)
     add_json_flag(g)
     return p.parse_args(argv)
 
@@ -339,9 +339,8 @@ class Job:
             context = min(CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
             self.max_new_tokens = fit(args.max_new_tokens, self.prompts, context)  # as the context allows
             self.slots = context if chats else max(map(len, self.prompts)) + self.max_new_tokens  # of the cache
-            self.draft_source = args.draft and load_extra("drafts", f"--draft {args.draft}").read_draft(
-                args.draft, config, args.checkpoint, world.tp_size
-            )
+            drafts = args.draft and load_extra("drafts", f"--draft {args.draft}")
+            self.draft_source = drafts and drafts.read_draft(args.draft, config, args.checkpoint)
             report.warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)
         source = self.draft_source
         contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}

@@ -220,7 +220,8 @@ def leave(error):
         (error is None, 0, ""),
         (isinstance(error, SystemExit), getattr(error, "code", 0) or 0, ""),
         (isinstance(error, InputError), 2, f"{script}: {printable(str(error))}"),
-        (isinstance(error, Verdict), 1, f"\n{script}: {error}"),  # a progress bar may stand in the line before
+        # a progress bar may stand in the line before
+        (isinstance(error, Verdict), 1, f"\n{script}: {printable(str(error))}"),
         (isinstance(error, Terminated), 143, f"{who} was stopped by {error}{where}"),
         (isinstance(error, KeyboardInterrupt), 130, str(error) or "interrupted"),
         (isinstance(error, BrokenPipeError), 1, ""),  # whoever read our output has gone

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from datetime import timedelta
@@ -44,7 +45,10 @@ class World(launch.World):
     alone = False
 
     def gather(self, value):
-        """Unlike a collective, this hears Ctrl-C and the end of other ranks. JSON, as anyone may write to the store."""
+        """Unlike a collective, this hears Ctrl-C and the end of other ranks. JSON, as anyone may write to the store.
+
+        Each value is None or of one type on all ranks. Raises InputError for what no rank has written.
+        """
         _gathers[self.tp_size] += 1
         number = _gathers[self.tp_size]
         keys = [f"gathered {self.tp_size} {number} {rank}" for rank in range(self.tp_size)]
@@ -55,11 +59,12 @@ class World(launch.World):
             time.sleep(0.005)
         # all have come here, and so have read what was gathered before, which must not fill the store for days
         store().delete_key(f"gathered {self.tp_size} {number - 1} {self.rank}")
-        return [json.loads(text) for text in store().multi_get(keys)]
+        return [read_value(*written, value) for written in zip(keys, store().multi_get(keys), strict=True)]
 
     def agree(self, values, **folders):
         values |= {f"contents of --{flag}": folder and digest(folder) for flag, folder in folders.items()}
         dicts = self.gather({name: str(value) for name, value in values.items()})
+        dicts = [{name: str(value) for name, value in (one or {}).items()} for one in dicts]
         unlike = [name for name in collections.ChainMap(*dicts) if len({one.get(name) for one in dicts}) > 1]
         texts = [", ".join(f"{name} {one.get(name, 'not given')[:60]}" for name in unlike) for one in dicts]
         others = [f"rank {rank} with {text}" for rank, text in enumerate(texts) if text != texts[0]]
@@ -78,21 +83,27 @@ class World(launch.World):
                 raise InputError(message)
 
 
+def read_value(key, text, own):
+    """Return the value that a rank has written to the store as JSON. own: this rank's. Raises InputError."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value, kind = json.loads(text), list if isinstance(own, tuple) else type(own)
+        if value is None or own is None or isinstance(value, kind):
+            return value
+    raise InputError(f"another program has written {key!r} to this run's store: give each run a port of its own")
+
+
 # ---- How ranks sum ---------------------------------------------------------------------------------------------------
 # --comm NAME: once the ranks have met, each calls COLLECTIVES[NAME](world), which returns the process group that
 # TensorParallel sums with, or raises InputError on all ranks alike. An extra adds its own when imported.
 
 
 def connect_auto(world):
-    """Sum in shared memory on CPUs of one node, one-shot on GPUs of one if that is faster; else as library does."""
-    on_gpus = world.device.type == "cuda"
+    """Sum in shared memory on CPUs of one node, else as library does: no GPU has run one-shot sums."""
     try:
-        if on_gpus:
-            return collective("one-shot")(world, if_faster=True)
-        if len({*world.nodes}) == 1:
+        if world.device.type == "cpu" and len({*world.nodes}) == 1:
             return collective("shared-memory")(world)
     except InputError as e:
-        world.say(f"{'NCCL' if on_gpus else 'gloo'} carries the all-reduces: {e}")
+        world.say(f"gloo carries the all-reduces: {e}")
     return world.group
 
 
@@ -135,8 +146,8 @@ def meet(device, flags):
     if extra := find_extra("watch"):
         launch.watch = extra.Watch(store(), rank, tp_size)
         launch.watch.start()
-    gpus = world.gather(visible_gpus(device))
-    own_gpu = [len(each) for each in gpus] == [1] * tp_size and len({each[0] for each in gpus}) == tp_size
+    gpus = world.gather(" ".join(visible_gpus(device)))
+    own_gpu = [len(str(each).split()) for each in gpus] == [1] * tp_size and len({*gpus}) == tp_size
     world.device = launch.choose_device(device, rank, tp_size, own_gpu)
     make_group(world, flags)
     world.group = connect(world)
@@ -180,9 +191,13 @@ def _start(flags, device):
     return start | {name: value for name, value in flags.items() if value is not None and value is not False}
 
 
+END = re.compile(rb"(\d{1,3}) (\d+) (\S+)")  # the exit code, the rank and the node of the first rank that leaves
+
+
 def ended(store):
-    """Return the exit code of the first rank that has left, or None."""
-    return int(store.get("ended").split()[0]) if store.check(["ended"]) else None
+    """Return the exit code of the first rank that has left, or None: strangers may write to the store, too."""
+    end = END.fullmatch(store.get("ended")) if store.check(["ended"]) else None
+    return int(end[1]) if end else None
 
 
 def leave_first(code, rank, error):
@@ -193,7 +208,11 @@ def leave_first(code, rank, error):
     if store.cache_info().currsize and not isinstance(error, StoreLost):
         with contextlib.suppress(Exception):
             node = os.environ.get("GROUP_RANK")  # None without torchrun
-            code, first, its_node = store().compare_set("ended", "", f"{code} {rank} {node}").decode().split()
+            own = f"{code} {rank} {node}"
+            text = store().compare_set("ended", "", own)
+            if not END.fullmatch(text):  # a stranger's, which the other ranks do not heed
+                text = store().compare_set("ended", text, own)
+            code, first, its_node = text.decode().split()
             speaks = int(first) == rank
             return int(code) if speaks or node is None or node != its_node else 0, speaks
     return code, os.environ.get("LOCAL_RANK", "0") == "0"  # without a store, which goes with torchrun

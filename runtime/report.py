@@ -119,8 +119,7 @@ def result(job, done, texts):
     return {
         "model": job.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
         "dtype": dtype_name(runner.model.dtype), "device": world.device.type,
-        "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else job.args.comm,
-        "tp": world.tp_size, "shares": world.shares,
+        "comm": job.args.comm, "tp": world.tp_size, "shares": world.shares,
         "batch": rows, "prompt_tokens": longest, "new_tokens": done.new_tokens, "passes": passes,
         "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,

@@ -15,7 +15,6 @@ from helpers import RANKS, ROOT, main_on_ranks, script
 import bench
 from benchmarks import decode, gpu
 from extras.measure import plot, sweep
-from extras.research import quality
 from formats.sizes import SIZES
 from model import WIRINGS, Config
 from runtime.errors import InputError
@@ -220,7 +219,6 @@ README = str(ROOT / "README.md")
     (decode, "--engines ours llama.cpp --model 30b-a3b:1", "--model 30b-a3b:1 is a mixture of experts: llama.cpp's"),
     (decode, f"--show '{README}'", f"{README} has no line of this script's, with 'engine'"),
     (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
-    (quality, f"--show '{README}'", f"{README} has no line of this script's, with 'run'"),
 ])  # fmt: skip
 def test_bad_flags(script, flags, message):
     with pytest.raises(InputError) as e:
@@ -247,7 +245,6 @@ SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("decode.md", decode, "", "decode-panels.jsonl", 1),
     ("decode.md", decode, "", "decode-memory.jsonl", 1),
     ("decode.md", decode, "ours transformers gpt-fast llama.cpp", "decode-amx.jsonl", 1),
-    ("quality.md", quality, "", "quality.jsonl", 2),
 ]
 
 
@@ -258,11 +255,11 @@ def test_every_file_of_raw_lines_is_named_on_a_page():
 
 @pytest.mark.parametrize("page, script, some, file, tables", SHOWN, ids=[f"{row[0]} {row[3]}" for row in SHOWN])
 def test_the_rows_on_the_pages_are_those_that_their_command_prints(page, script, some, file, tables, printed):
-    """In the same order. A page may leave rows out, but quality.md has all."""
+    """In the same order. A page may leave rows out."""
     on_page = [block.strip().split("\n") for block in (RESULTS.parent / page).read_text().split("\n\n")]
     flags = ["--engines" if script is decode else "--wiring", *some.split()] if some else []
     shown = printed(script, *flags, "--show", RESULTS / file)
     blocks = [block.strip().split("\n") for block in shown.split("\n\n") if block.startswith("|")]
-    pairs, all_rows = itertools.product(on_page, blocks), script is quality
-    agree = [mine for mine, block in pairs if mine == [row for row in block if all_rows or row in mine]]
+    pairs = itertools.product(on_page, blocks)
+    agree = [mine for mine, block in pairs if mine == [row for row in block if row in mine]]
     assert sum(len(mine) > 2 for mine in agree) == tables

@@ -156,6 +156,9 @@ def test_another_processs_file_is_not_taken_for_the_memory():
     for changes in ({"name": offer["name"][:-1] + "x"}, {"fd": 1}, {"fd": 999}):
         with pytest.raises(InputError, match="on another machine or in another|out of reach"):
             shared_memory.open_file(**offer | changes)
+    for changes in ({"pid": "1/../self"}, {"fd": None}, {"x": 1}):  # of a stranger, by way of the store
+        with pytest.raises(InputError), shared_memory.explained():
+            shared_memory.open_file(**offer | changes)
     os.close(offer["fd"])
     os.close(own)
 
@@ -287,6 +290,13 @@ def test_one_shot_sums_run_on_a_stream_of_their_own_from_start_to_wait(pretended
     assert reference() is not None  # until the wait
     work.wait()
     assert reference() is None
+
+
+def test_only_who_asks_for_one_shot_sums_gets_them():
+    """No GPU has run them: auto takes NCCL on GPUs, without a try."""
+    world = World(0, 2, torch.device("cuda"), group="NCCL's")
+    world.nodes = ["0", "0"]
+    assert connect_auto(world) == "NCCL's"
 
 
 def test_larger_sums_go_another_way_and_some_are_refused(pretended):

@@ -1,6 +1,5 @@
 """extras/drafts: greedy tokens as without a draft, else their distribution; each kind of draft, flags, chats."""
 
-import contextlib
 import copy
 import dataclasses
 import itertools
@@ -19,8 +18,7 @@ import generate
 from complete import load
 from decoding.batch import Sampler, make_cache
 from extras.drafts import speculative
-from extras.drafts.named import of_model, read_draft, rewire
-from extras.runner import like
+from extras.drafts.named import of_model
 from generate import Runner
 from runtime import compiling
 from runtime.errors import InputError
@@ -49,21 +47,10 @@ def noisy(net, noise):
     return net
 
 
-def rewirings(net):
-    """{name: the model in another wiring} of those that its norms suffice for."""
-    models = {}
-    for name in "ladder:1,", "desync:2", "spd", "upper-bound", "parallel-ladder":
-        with contextlib.suppress(InputError):
-            models[name] = rewire(net, read_draft(f"wiring:{name}", net.config, None, 2).config)
-    return models
-
-
 def make_runner(net, draft, count, rows, length, compile=False):
-    """A Runner with a cache of just that length, and its draft. draft: "ngram", a model, one of rewire, or None."""
+    """A Runner with a cache of just that length, and its draft. draft: "ngram", a model, or None."""
     runner = Runner(net, make_cache(net, rows, length), compile)
-    if draft and draft != "ngram" and draft._modules is net._modules:
-        runner.draft = speculative.ModelDraft(count, like(runner, draft, runner.cache))
-    elif draft:
+    if draft:
         runner.draft = of_model(draft, count, runner)
     return runner
 
@@ -93,7 +80,7 @@ def twins(world, wiring):
     ends = plain[0][3], plain[2][9]
     models = {"near": noisy(whole, 0.05), "ngram": "ngram", "other": random_model(OTHER)}
     words, ways = {}, itertools.cycle([((), 14), (ends, 14), (ends, 9), ((), 2), ((), 1)])
-    for name, draft in (models | rewirings(net)).items():
+    for name, draft in models.items():
         words[name] = set()
         for count, (eos_ids, new) in zip((4, 7, 1), ways, strict=False):
             done, used = generated(net, draft, count, new=new, eos_ids=eos_ids)
@@ -103,7 +90,7 @@ def twins(world, wiring):
             words[name] |= {"none" if n == 0 else "all" if n == count else "some" for n in used.accepted}
     samplers = itertools.cycle([Sampler(1.0, seed=3), Sampler(1.3, 4, 0.8, seed=3)])
     unlike = noisy(whole, 0.05 * (1 + (world.rank if world else 0)))  # each rank's proposes others
-    drafts = {"near": models["near"]} | rewirings(net) | {"unlike": unlike}
+    drafts = {"near": models["near"], "unlike": unlike}
     rows = {name: generated(net, draft, 2, sample=next(samplers))[0].rows for name, draft in drafts.items()}
     return words, rows
 
@@ -118,9 +105,8 @@ def test_greedy_tokens_do_not_know_of_a_draft(ranks, wiring):
     assert results == results[:1] * ranks
     words, rows = results[0]
     if ranks > 2:
-        alone = twins(None, wiring)[1]
-        assert [rows[name] for name in ("near", "ladder:1,")] == [alone[name] for name in ("near", "ladder:1,")]
-    assert words["near"] >= {"some", "all"} and len(words) >= (4 if wiring == "parallel" else 7)
+        assert rows["near"] == twins(None, wiring)[1]["near"]
+    assert words["near"] >= {"some", "all"}
     assert all(words[name] for name in words if name != "ngram")
 
 
@@ -145,28 +131,6 @@ def test_a_small_model_proposes_what_it_would_say_itself(prompts, count, new):
         assert used.cached >= min(map(len, prompts)) - 3 - (1 + count)
         cached = len(prompts[0]) - 4
     assert len(seen) > 3
-
-
-@pytest.mark.parametrize("wiring", ["spd", "desync:4"])
-def test_a_draft_that_says_the_same_is_always_right(wiring):
-    """On one rank these wirings are the standard one, so that the cache must be the model's in every pass."""
-    net = mild(BASE)
-    done, used = generated(net, rewire(net, dataclasses.replace(BASE, wiring=wiring)), 5, new=30)
-    assert done.rows == generated(net, new=30)[0].rows and used.accepted.keys() == {5}
-
-
-def test_a_draft_has_the_lanes_and_the_norms_of_the_weights():
-    laned, parallel = (dataclasses.replace(BASE, wiring=wiring) for wiring in ("spd/4", "parallel"))
-    assert read_draft("wiring:delayed-2@2", laned, None, 1).config.wiring == "delayed-2/4"
-    assert read_draft("wiring:standard", laned, None, 2).config.wiring == "standard"
-    assert read_draft("wiring:spd/2", BASE, None, 2).config.fixed_lanes == 2
-    for name, config, ranks, line in (
-        ("desync/2", laned, 2, "in 2 lanes"), ("desync/2", BASE, 4, "in 2 lanes"),
-        ("standard", BASE, 2, "standard is the wiring that the model runs in"),
-        ("parallel-ladder:2", parallel, 1, "parallel-ladder:2 needs ffn_norm"),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=line):
-            read_draft(f"wiring:{name}", config, None, ranks)
 
 
 @pytest.mark.parametrize("draft", [None, "ngram", "near"])
@@ -229,19 +193,19 @@ def test_what_is_generated_with_a_draft_is_distributed_as_the_model_says(name, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["near", "ladder:1,", "ngram"])
+@pytest.mark.parametrize("name", ["near", "ngram"])
 def test_compiled_there_is_one_graph_for_each_number_of_tokens(name):
-    """A warm-up compiles them all: four tokens of the model, and two and one of a small one, or one of the same."""
+    """A warm-up compiles them all: four tokens of the model, or one, and two and one of a small one."""
     net = mild(dataclasses.replace(BASE, n_layers=2))
     expected = generated(net, new=30)[0].rows
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     stats = torch._dynamo.utils.counters["stats"]
-    draft = {"near": noisy(net, 0.05), "ngram": name, **rewirings(net)}[name]
+    draft = noisy(net, 0.05) if name == "near" else name
     runner = make_runner(net, draft, 3, 3, 38, True)
     compiling.warm_up(runner, PROMPTS, 30, GREEDY)
     graphs = stats["unique_graphs"]
-    assert graphs == {"near": 3, "ladder:1,": 2, "ngram": 2}[name]
+    assert graphs == {"near": 3, "ngram": 2}[name]
     done = generate.generate(runner, PROMPTS, 30, GREEDY)
     assert done.rows == expected and (name == "ngram" or sum(runner.draft.accepted[n] for n in (1, 2, 3)) > 0)
     later = generate.generate(runner, PROMPTS[::-1], 25, GREEDY).rows
@@ -289,7 +253,7 @@ def near(tiny, tmp_path_factory):
     return folder
 
 
-DRAFTS = [("ngram@3", 2), ("near@3", 1), ("wiring:ladder:0,2@3", 1), ("wiring:spd@1", 1)]
+DRAFTS = [("ngram@3", 2), ("near@3", 1)]
 
 
 def test_the_flag_leaves_the_text_as_it_is(tiny, near, tmp_path):
@@ -303,10 +267,10 @@ def test_the_flag_leaves_the_text_as_it_is(tiny, near, tmp_path):
         mean = sum(n * times for n, times in enumerate(result["accepted"])) / (sum(result["accepted"]) or 1)
         assert f"draft {draft}: {result['passes']} passes; {sum(result['accepted'])} times a row had" in stderr
         assert f"{mean:.2f} of them accepted on average" in stderr
-        if draft.startswith(("near", "wiring:spd")):
+        if draft.startswith("near"):
             assert result["accepted"][-1] and result["passes"] < plain["passes"]
             assert result["drafted"] == result["speculate"] * result["passes"]
-            # of a pass and of each proposal, which needs the same weights
+            # of a pass and of each proposal, which reads as many weights
             assert result["step_bytes"] == pytest.approx((1 + result["speculate"]) * plain["step_bytes"], rel=0.02)
 
 

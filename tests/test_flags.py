@@ -50,7 +50,7 @@ SCRIPTS = {
             "--prompt=a --comm=one-shot": "--comm one-shot is how ranks sum: start two or more, with torchrun",
             "--prompt=a --comm=gloo": "--comm gloo is unknown: use one of ",
             "--prompt=a --draft=ngram@0": "@0 must be from 1 to the context of 64",
-            "--prompt=a --draft=ngrams": "--draft 'ngrams' is no folder, nor is it ngram or wiring:NAME",
+            "--prompt=a --draft=ngrams": "--draft 'ngrams' is no folder, nor is it ngram",
             "--prompt=a --draft={even}": "has another vocabulary, of 1,024 tokens, and the model's 300",
         },
     ),

@@ -113,13 +113,18 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
     store = dist.HashStore()
     monkeypatch.setattr(ranks, "store", lambda: store)
     monkeypatch.setattr(ranks, "_gathers", ranks.collections.Counter())
-    store.set("gathered 2 1 1", pickle.dumps(Stranger()))
-    with pytest.raises(ValueError):
-        ranks.World(0, 2, torch.device("cpu")).gather((1, "a"))
+    world = ranks.World(0, 2, torch.device("cpu"))
+    for n, text in enumerate([pickle.dumps(Stranger()), "", b"\xff", "5", '{"a": 1}', "[" * 100_000], start=1):
+        store.set(f"gathered 2 {n} 1", text)
+        with pytest.raises(InputError, match=f"^another program has written 'gathered 2 {n} 1' to this run's store"):
+            world.gather((1, "a"))
     assert not (tmp_path / "ran").exists()
-    store.set("gathered 2 2 1", '[1, "b", null, 0.1, {"c": []}]')
-    values = ranks.World(0, 2, torch.device("cpu")).gather((1, "a"))
-    assert values == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
+    for n, text in enumerate(["null", '{"a": [1]}', '{"b": null}'], start=7):
+        store.set(f"gathered 2 {n} 1", text)
+        with pytest.raises(InputError, match="not started alike"):
+            world.agree({"a": 1})
+    store.set("gathered 2 10 1", '[1, "b", null, 0.1, {"c": []}]')
+    assert world.gather((1, "a")) == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
 
 
 def run_source(source, stdout=subprocess.PIPE):

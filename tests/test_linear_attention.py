@@ -275,6 +275,6 @@ def test_more_ranks_than_key_heads_and_drafts_are_refused(tmp_path):
         shard_plan(CONFIG, 0, (1,) * 6)
     (tmp_path / "small").mkdir()
     write_model(tmp_path / "small", CONFIG, long_memory(CONFIG).state_dict(), torch.float32)
-    for draft, config in ("ngram", CONFIG), ("wiring:ladder", CONFIG), (str(tmp_path / "small"), BASE):
+    for draft, config in ("ngram", CONFIG), (str(tmp_path / "small"), BASE):
         with pytest.raises(InputError, match=f"--draft {draft}: .* with linear_layers neither drafts nor is drafted"):
-            read_draft(draft, config, None, 1)
+            read_draft(draft, config, None)

@@ -1,12 +1,13 @@
 """extras/watch: what a Watch makes of what it sees. tests/test_faults.py has real deaths and stalls."""
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import types
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from extras import watch
-from runtime import compiling, launch
+from runtime import compiling, launch, ranks
 from runtime.errors import InputError, Progress, Verdict, progress
 
 
@@ -63,7 +64,7 @@ def test_a_rank_without_a_sign_of_life_ends_the_run():
     w.processes = {1: -1}
     assert w.ticks_until_the_end() == (4, line)
     [kill] = launch.at_end  # the one of this node, which hears no other signal
-    assert kill.args == (-1, signal.SIGKILL)
+    assert (kill.func, *kill.args) == (watch.kill, -1, w.torchrun)
     w = Alone(3)
     progress.at("load of", "norm.weight")
     w.stopped, w.now[2] = {2}, watch.Seen("load of", "layers.1.norm", ticks=1)  # work of its own
@@ -107,17 +108,26 @@ def test_a_rank_that_compiles_anew_is_not_taken_to_be_further_than_the_others():
     assert (progress.beats, progress.busy) == (1, 1)
 
 
-def test_the_end_of_a_process_is_seen_and_said(monkeypatch):
+@pytest.fixture
+def waiting():
+    """A function that starts a child of this process, which waits for input."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
+
+
+def test_the_end_of_a_process_is_seen_and_said(monkeypatch, waiting):
     monkeypatch.setenv("GROUP_RANK", "0")
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(os, "getppid", os.getpid)  # this process is torchrun, too
+    with waiting() as child:
         w = Alone()
         peer = watch.Seen("prefill", process=child.pid, node="0")
         w.store.set("place 1", json.dumps(dataclasses.asdict(peer)))
         w._tick()
-        another = dataclasses.replace(peer, process=os.getpid())  # of a stranger, later
+        another = dataclasses.replace(peer, process=waiting().pid)  # of a stranger, later
         w.store.set("place 1", json.dumps(dataclasses.asdict(another)))
         child.kill()
-        while watch.read_process(child.pid)[0]:
+        while watch.read_process(child.pid)[0] is not None:
             time.sleep(0.01)
         with pytest.raises(Ended, match="rank 1 of 2 has died in decode step 7$"):
             w._tick()
@@ -127,6 +137,42 @@ def test_the_end_of_a_process_is_seen_and_said(monkeypatch):
         w.store.set("ended", "2 1 0")  # it has said why
         with pytest.raises(Ended, match="^2$"):
             w._tick()
+
+
+def test_a_process_that_is_no_child_of_this_torchrun_is_neither_watched_nor_killed(monkeypatch, waiting):
+    monkeypatch.setenv("GROUP_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    w, stranger = Alone(timeout=0), waiting()  # a child of this process, and not of its parent
+    for process in stranger.pid, 1, 0, -1, True:
+        w.store.set("place 1", json.dumps(dataclasses.asdict(watch.Seen(ticks=1, process=process, node="0"))))
+        w._tick()
+        assert 1 not in w.processes
+    calls = []
+    with monkeypatch.context() as m:
+        m.setattr(os, "kill", lambda *call: calls.append(call))
+        for process, torchrun in (stranger.pid, os.getppid()), (stranger.pid, None), (1, 0), (0, None), (-1, None):
+            watch.kill(process, torchrun)
+    watch.kill(stranger.pid, os.getpid())
+    assert calls == [] and stranger.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("text", [
+    b"\xff", "", "soon", "5", "null", "[]", "[" * 100_000, '{"x": 1}', '{"beats": "9"}', '{"cpu": null}',
+    '{"process": "1"}', '{"phase": 7}', "1 2", "-1 0 0", "2 a 0", "2.5 0 0", "9" * 5000 + " 0 0",
+])  # fmt: skip
+def test_what_a_stranger_writes_to_the_store_is_ignored(text, monkeypatch):
+    w = Alone()
+    w.store.set("place 1", json.dumps(dataclasses.asdict(watch.Seen("prefill", ticks=3))))
+    w._tick()
+    for key in "place 1", "ended":
+        w.store.set(key, text)
+    w._tick()
+    assert w.seen[1].phase == "prefill" and w.silent == [0, 1] and ranks.ended(w.store) is None
+    store = functools.cache(lambda: w.store)
+    store()
+    monkeypatch.setattr(ranks, "store", store)
+    assert ranks.leave_first(2, 1, None) == (2, True)  # and the others hear of it
+    assert ranks.leave_first(0, 0, None)[0] in (0, 2) and ranks.ended(w.store) == 2
 
 
 def test_what_happens_on_another_node_is_said_of_its_torchrun_and_by_the_connection(monkeypatch):

@@ -59,7 +59,7 @@ def chat_on_terminal(job, runner, Generation):
         world.say(f"{how}; Enter stops an answer, Ctrl-D ends")
     while True:
         progress.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
-        line = world.gather(read_line() if world.rank == 0 else None)[0]
+        line = world.gather(read_line() if world.rank == 0 else "")[0]
         if line is None:
             return
         if not line.strip():

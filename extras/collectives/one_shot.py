@@ -4,16 +4,11 @@ The kernels are PyTorch's. For small sums such kernels take a third of NCCL's ti
 extras/measure/link.py), so a ladder should be compared with a standard model that sums by these.
 """
 
-import ctypes
-
 import torch
 import torch.distributed._symmetric_memory as symmetric
-from torch._C._autograd import DeviceType
-from torch._C._distributed_c10d import _detect_dma_connectivity
 
 from extras.group import Group, Pending
 from runtime import launch
-from runtime.benchmarking import timed
 from runtime.errors import InputError, progress
 from runtime.ranks import COLLECTIVES
 
@@ -22,18 +17,15 @@ BUFFER = 2**24  # bytes of memory that the peers can read; larger sums go throug
 TESTED = 2**12, 2**16, ONE_SHOT, 2**20, 2**23  # bytes of the sums that connect() tries
 
 
-def connect(world, if_faster=False):
+def connect(world):
     """Sum by kernels that read the peer GPUs' memory, which no GPU has run.
 
-    Returns the OneShotGroup of the World's ranks. Raises InputError, on all ranks alike, where none can be. if_faster:
-    also where NVLink does not connect them all, and where NCCL's small sums take less time.
+    Returns the OneShotGroup of the World's ranks. Raises InputError, on all ranks alike, where none can be.
     """
     _, local = launch.local_rank_and_size(world.rank, world.tp_size)
     if world.device.type != "cuda" or local != world.tp_size or world.tp_size not in (2, 4, 8):
         # of other numbers nobody has shown that all ranks add in the same order
         raise InputError("--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU")
-    if if_faster and not all(world.gather(has_nvlink(world.tp_size))):
-        raise InputError("one-shot sums are for GPUs with NVLink")
     with world.together():
         try:
             group = OneShotGroup(world.group, world.rank, world.tp_size, world.device)
@@ -43,21 +35,7 @@ def connect(world, if_faster=False):
     progress.at("trial of one-shot sums (--comm library goes without)")
     with world.together():
         check(group, world.rank, world.device)
-    x = torch.ones(2**13, dtype=torch.bfloat16, device=world.device)
-    own, nccl = (timed(world.device, lambda g=g: g.allreduce([x.zero_()]).wait()) for g in (group, group.inner))
-    if if_faster and sum(world.gather(own)) > sum(world.gather(nccl)):
-        raise InputError(f"a sum of 16 KB takes {1e6 * nccl:.0f} us, a one-shot sum {1e6 * own:.0f}")
     return group
-
-
-def has_nvlink(n):
-    """Return whether this process sees n GPUs or more, and NVLink between any two of them."""
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")  # the driver's, without which PyTorch would crash
-        matrix = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
-    except (OSError, RuntimeError):
-        return False
-    return len(matrix) >= n and all(matrix[i][j] for i in range(n) for j in range(n) if i != j)
 
 
 def check(group, rank, device):

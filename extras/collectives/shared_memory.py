@@ -31,7 +31,7 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
     name = new_name(GROUP)
     with world.together(), explained():
         build()
-        file = create() if world.rank == 0 else None
+        file = create() if world.rank == 0 else {}
     file = world.gather(file)[0]
     with world.together(), explained():
         fd = file["fd"] if world.rank == 0 else open_file(**file)
@@ -51,7 +51,8 @@ def explained():
     """Turn whatever fails in this block into an InputError."""
     try:
         yield
-    except (AttributeError, OSError, RuntimeError) as e:  # memfd_create is Linux's
+    # memfd_create is Linux's; anyone may write to the store in which rank 0 names its file
+    except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as e:
         raise InputError(first_line(e)) from None
 
 
@@ -63,7 +64,7 @@ def create():
 
 def open_file(pid, fd, name):
     """Return a descriptor of rank 0's file. Raises InputError if that is another machine's or container's."""
-    path = f"/proc/{pid}/fd/{fd}"
+    path = f"/proc/{int(pid)}/fd/{int(fd)}"
     try:
         if os.readlink(path).startswith(f"/memfd:{name}"):
             return os.open(path, os.O_RDWR)

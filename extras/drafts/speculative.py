@@ -81,12 +81,17 @@ class Ngrams(Draft):
         return None
 
 
-class ModelDraft(Draft):
-    """Proposes one token after another: the model's own weights in another wiring, on the cache that the model uses.
+class SmallModel(Draft):
+    """Proposes one token after another: a smaller model, whole on each rank, with its own cache.
 
-    The keys and values that it reads there are the model's, not those of the other wiring, except for those of the last
-    proposals, which the verification overwrites.
+    Only what it proposes on rank 0 counts.
     """
+
+    cached = 0  # tokens of each row that are in the cache; they remain for the next turn of a chat
+
+    def begin(self, cached_tokens=0):
+        super().begin()
+        self.cached, self.begins = min(cached_tokens, self.cached), True
 
     def propose(self, sequences, done, sample):
         positions = torch.tensor([len(ids) - 1 for ids in sequences], device=sample.device)
@@ -100,21 +105,10 @@ class ModelDraft(Draft):
         return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(sequences)
 
     def read(self, sequences, device):
-        """Return logits (B, S, v) whose last position follows the sequences."""
-        return self.runner.decode(*last_tokens(sequences, device))
+        """Return logits (B, S, V) whose last position follows the sequences.
 
-
-class SmallModel(ModelDraft):
-    """A smaller model, whole on each rank, with its own cache; only what it proposes on rank 0 counts."""
-
-    cached = 0  # tokens of each row that are in the cache; they remain for the next turn of a chat
-
-    def begin(self, cached_tokens=0):
-        super().begin()
-        self.cached, self.begins = min(cached_tokens, self.cached), True
-
-    def read(self, sequences, device):
-        """Read the last two tokens of each row: the last proposal may be accepted, but was not read yet."""
+        It reads the last two tokens of each row: the last proposal may be accepted, but was not read yet.
+        """
         if self.begins:  # not in begin(): a request may end before anything is proposed
             self.runner.prefill(*pad([ids[:-1] for ids in sequences], device), self.cached)
         self.begins, self.cached = False, min(map(len, sequences))

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -56,7 +57,7 @@ class Watch(threading.Thread):
         self.silent = [-IMPORTS] * tp_size  # ticks without a sign of life, of which a rank may take more to start
         self.cpu = [0.0] * tp_size  # seconds
         self.seen, self.keys = [Seen()] * tp_size, [f"place {rank}" for rank in range(tp_size)]
-        self.node, self.processes = os.environ.get("GROUP_RANK"), {}  # {rank: process id} of this node
+        self.node, self.processes = os.environ.get("GROUP_RANK"), {}  # {rank: process id} of this node's torchrun
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def run(self):
@@ -107,12 +108,13 @@ class Watch(threading.Thread):
             self._end(SystemExit(code))
         if self.torchrun not in (None, os.getppid()):  # that of another node than the store's
             self._end(Verdict(f"the torchrun of rank {self.rank} of {self.tp_size} has died in {progress}"))
-        seen = [Seen(**json.loads(self.store.get(key))) if self.store.check([key]) else Seen() for key in self.keys]
+        texts = [self.store.get(key) if self.store.check([key]) else "{}" for key in self.keys]
+        seen = [read_seen(text) or old for text, old in zip(texts, self.seen, strict=True)]
         for rank, each in enumerate(seen):
-            if self.node and each.node == self.node:
+            if self.torchrun and each.node == self.node and may_be_rank(each.process, self.torchrun):
                 self.processes.setdefault(rank, each.process)  # its first: strangers may write to the store
         processes = {rank: read_process(process) for rank, process in self.processes.items()}
-        for rank in [rank for rank, (alive, _) in processes.items() if not alive and code is None]:
+        for rank in [rank for rank, (parent, _) in processes.items() if parent is None and code is None]:
             self._end(Verdict(f"rank {rank} of {self.tp_size} has died in {self._place(seen[rank])}"))
         self._judge(seen, processes)
 
@@ -136,7 +138,7 @@ class Watch(threading.Thread):
         self.seen, late = seen, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
         if late:
             stopped = [self.processes[rank] for rank in late if rank in self.processes]  # which hear no other signal
-            launch.at_end.extend(functools.partial(os.kill, process, signal.SIGKILL) for process in stopped)
+            launch.at_end.extend(functools.partial(kill, process, self.torchrun) for process in stopped)
             self._end_hung(late, "no sign of life")
         if self.still > self.timeout > 0 and all(each.timed for each in seen):
             furthest = max(each.beats for each in seen)
@@ -166,11 +168,31 @@ def ask_memory(what):
     return operator() if operator else 0
 
 
+def read_seen(text):
+    """Return the Seen that a rank has published, or None where a stranger has written something else."""
+    try:
+        seen = Seen(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return seen if all(isinstance(getattr(seen, each.name), each.type) for each in dataclasses.fields(seen)) else None
+
+
+def may_be_rank(process, torchrun):
+    """Return whether a process that a rank has named is a child of this torchrun, or has ended already."""
+    return sys.platform == "linux" and process > 1 and read_process(process)[0] in (torchrun, None)
+
+
+def kill(process, torchrun):
+    """Kill a process if it is a child of this torchrun: any other one is none of this run's ranks."""
+    if process > 1 and read_process(process)[0] == torchrun:
+        os.kill(process, signal.SIGKILL)
+
+
 def read_process(process):
-    """Return (whether a process of this machine lives, the seconds that it has computed), as far as the system says."""
+    """Return (the id of a process's parent, None if it does not live, and the seconds that it has computed)."""
     try:
         with open(f"/proc/{process}/stat") as f:
             state, *fields = f.read().rpartition(")")[2].split()  # see proc(5)
     except OSError:
-        return not os.path.isdir("/proc/self"), 0.0
-    return state not in "ZX", sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK")
+        return None, 0.0
+    return None if state in "ZX" else int(fields[0]), sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK")

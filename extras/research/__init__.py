@@ -1,1 +1,0 @@
-"""Research on quality: what wirings cost."""
