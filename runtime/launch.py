@@ -168,8 +168,18 @@ def heed_signals():
 # ---- The end ---------------------------------------------------------------------------------------------------------
 
 
+def open_streams():
+    """Open the null device where stdin, stdout or stderr is closed; show what stdout's encoding lacks as \\xe9."""
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, stream := open(os.devnull, mode))  # it takes the descriptor that is free, the closed one
+            os.set_inheritable(stream.fileno(), True)
+    sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
+    open_streams()
     heed_signals()
     error = None
     try:
