@@ -172,8 +172,9 @@ def open_streams():
     """Open the null device where stdin, stdout or stderr is closed; show what stdout's encoding lacks as \\xe9."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:
-            setattr(sys, name, stream := open(os.devnull, mode))  # it takes the descriptor that is free, the closed one
-            os.set_inheritable(stream.fileno(), True)
+            fd = os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free, so the closed one
+            os.set_inheritable(fd, True)
+            setattr(sys, name, os.fdopen(fd, mode))
     sys.stdout.reconfigure(errors="backslashreplace")
 
 
