@@ -7,8 +7,8 @@ export GOMP_SPINCOUNT ?= 1000
 .PHONY: demo serve test test-all gpu size lint clean
 
 demo: .venv/requirements.txt
-	.venv/bin/torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time" \
-		--max-new-tokens 240
+	.venv/bin/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node=2 generate.py --checkpoint demo \
+		--prompt "Once upon a time" --max-new-tokens 240
 
 # what serve.py needs
 serve: .venv/requirements-serve.txt

@@ -190,7 +190,8 @@ def start(tp, args, argv):
     environment = os.environ | ({} if tp > 1 else {"RANK": "0", "WORLD_SIZE": "1"})
     if args.device == "cpu" or not torch.cuda.device_count():
         environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // tp))
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={tp}"] if tp > 1 else []
+    words = ["--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={tp}"]  # this machine's name may be unknown
+    words = ["-m", "torch.distributed.run", *words] if tp > 1 else []
     process = subprocess.Popen([sys.executable, *words, __file__, *argv], env=environment)
     try:
         return process.wait()

@@ -46,7 +46,7 @@ def complete(
     device = launch.choose_device(str(model.device))  # selects it, if it is a GPU
     sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
-    slots = max(map(len, rows)) + cli.fit(max_new_tokens, rows, model.config.max_seq_len)
+    _, slots = cli.fit(max_new_tokens, rows, model.config.max_seq_len)
     cache = make_cache(model, len(rows), slots, in_buckets=compile)  # calls of about the same length share a graph
     runner = Runner(model, cache, compile)
     if draft is not None:

@@ -17,6 +17,7 @@ from formats.tokenizer import TextStream, load_tokenizer
 from model import WIRINGS, WIRINGS_IN_EXTRAS, residual_loop, rewired
 from runtime import report
 from runtime.errors import InputError, load_extra
+from runtime.launch import rank_and_size
 
 CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
 
@@ -42,6 +43,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise InputError(message.removeprefix("argument "))
+
+    def print_help(self, file=None):
+        if rank_and_size()[0] == 0:
+            super().print_help(file)
 
     def parse_args(self, argv=None):
         args = super().parse_args(argv)
@@ -246,13 +251,17 @@ def encode(text, args, tokenizer):
 
 
 def fit(max_new_tokens, prompts, context):
-    """Return max_new_tokens, cut to the room that the context leaves after the longest prompt."""
+    """Return (max_new_tokens, cut to the room after the shortest prompt; the slots of a cache for all rows).
+
+    Each row ends at the end of the context. Raises InputError if a prompt leaves no room there.
+    """
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens} but must be a whole number, at least 1")
-    longest = max(map(len, prompts))
+    lengths = [len(prompt) for prompt in prompts]
+    longest, shortest = max(lengths), min(lengths)
     if longest >= context:
         raise InputError(f"a prompt of {longest} tokens leaves no room in the context of {context}: shorten it")
-    return min(max_new_tokens, context - longest)
+    return min(max_new_tokens, context - shortest), min(longest + max_new_tokens, context)
 
 
 class Printer:
@@ -337,8 +346,13 @@ class Job:
                 warn_of_wiring(stored, config, world.shares)
             chats, self.prompts = is_chat(args), read_prompts(args, config, self.tokenizer)
             context = min(CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
-            self.max_new_tokens = fit(args.max_new_tokens, self.prompts, context)  # as the context allows
-            self.slots = context if chats else max(map(len, self.prompts)) + self.max_new_tokens  # of the cache
+            self.max_new_tokens, self.slots = fit(args.max_new_tokens, self.prompts, context)
+            longest = max(map(len, self.prompts))
+            if chats:
+                self.slots = context
+            elif longest + args.max_new_tokens > context:
+                room = f"the context of {context} has room for {context - longest} after a prompt of {longest} tokens"
+                world.say(f"--max-new-tokens {args.max_new_tokens}: {room}")
             drafts = args.draft and load_extra("drafts", f"--draft {args.draft}")
             self.draft_source = drafts and drafts.read_draft(args.draft, config, args.checkpoint)
             report.warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)

@@ -160,8 +160,9 @@ def warm_up(runner, prompts, max_new_tokens, sample):
     start, first, state = time.perf_counter(), max(map(len, prompts)) + 1, sample.generator.get_state()
     lengths = {first}
     if runner.device.type == "cuda":
-        last = first + max_new_tokens - 1
-        end = min(runner.cache_length(last) + 1, cache_slots(runner.cache) - 1, runner.model.config.max_seq_len)
+        room = min(cache_slots(runner.cache) - 1, runner.model.config.max_seq_len)
+        last = min(first + max_new_tokens - 1, room)
+        end = min(runner.cache_length(last) + 1, room)
         lengths = {last, *{runner.cache_length(n): n for n in range(end, first - 1, -1)}.values()}
     with _compiling():
         runner.prefill(*pad(prompts, runner.device))

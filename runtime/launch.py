@@ -168,8 +168,19 @@ def heed_signals():
 # ---- The end ---------------------------------------------------------------------------------------------------------
 
 
+def open_streams():
+    """Open the null device where stdin, stdout or stderr is closed; show what stdout's encoding lacks as \\xe9."""
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free, so the closed one
+            os.set_inheritable(fd, True)
+            setattr(sys, name, os.fdopen(fd, mode))
+    sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
+    open_streams()
     heed_signals()
     error = None
     try:

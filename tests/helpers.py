@@ -348,7 +348,8 @@ def command(name, *args, ranks=1):
     """What starts a script of the project, on so many ranks, as a user would."""
     words = [sys.executable, str(ROOT / name), *map(str, args)]
     if ranks > 1:
-        words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        one_machine = "--standalone", "--local_addr=127.0.0.1"  # also where its own name does not resolve
+        words[:1] = [sys.executable, "-m", "torch.distributed.run", *one_machine, f"--nproc_per_node={ranks}"]
     return words
 
 

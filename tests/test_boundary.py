@@ -11,7 +11,7 @@ from helpers import ROOT
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("extras/*/__init__.py"))
 DEMO = ["generate.py", "--checkpoint", "demo", "--prompt", "Once upon a time", "--max-new-tokens", "8"]
-TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--local_addr=127.0.0.1", "--nproc_per_node=2"]
 # Tests that start no ranks and compile nothing, 20 s
 FILES = "test_model.py", "test_wiring.py", "test_tp.py", "test_tokenizer.py"
 QUICK = f"({' or '.join(FILES)}) and not (compiled or ranks or chunks or laneformer or chat or tiktoken)"

@@ -109,7 +109,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, launched
         "shares": [4, 1] if "4,1" in flags else [1] * ranks, "comm": "int8" if "int8" in flags else "auto",
     }  # fmt: skip
     assert {key: result[key] for key in expected} == expected
-    cut = [len(row) == 12 and 2 not in row for row in result["tokens"]]
+    cut = [len(row) == 12 for row in result["tokens"]]
     assert result["finish"] == ["length" if long else "stop" for long in cut]
     assert f"\n{sum(cut)} of {len(prompts)} texts cut at --max-new-tokens or the end of the context\n" in said
     assert result["prompt_tokens"] == max(len(tokenizer.encode(p)) for p in PROMPTS)
@@ -383,6 +383,18 @@ def test_synthetic_prompts_differ_end_with_the_context_and_are_prefilled_in_two_
     assert [result["prefill_chunks"] for result in (one, two, few)] == [1, 2, 1] and "prefill in 2 chunks" in said
     assert one["finish"] == ["length"] * 9 and "9 of 9 texts cut at" in said
     assert one["tokens"] == two["tokens"] and len({tuple(row) for row in one["tokens"]}) == 9
+
+
+def test_a_long_prompt_leaves_its_neighbours_their_own_end(tiny, out):
+    """Of a context of 64 tokens, each row ends at --max-new-tokens or at 64, as it does alone."""
+    prompts, flags = ["ids:5", f"ids:{','.join(['5', '9'] * 31)}"], ["--temperature", "0", "--max-new-tokens", "40"]
+    both, _, said = run_json(tiny, *flags, "--prompt", prompts[0], "--prompt", prompts[1], out=out)
+    assert "--max-new-tokens 40: the context of 64 has room for 2 after a prompt of 62 tokens\n" in said
+    alone = [run_json(tiny, *flags, "--prompt", prompt, out=out) for prompt in prompts]
+    assert [result["tokens"][0] for result, *_ in alone] == both["tokens"]
+    assert [*map(len, both["tokens"])] == [40, 2] and "--max-new-tokens 40" not in alone[0][2]
+    drafted, *_ = run_json(tiny, *flags, "--prompt", prompts[0], "--prompt", prompts[1], "--draft", "ngram", out=out)
+    assert drafted["tokens"] == both["tokens"]
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])

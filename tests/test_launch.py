@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT
 
-from runtime import compiling, launch, ranks
+from runtime import cli, compiling, launch, ranks
 from runtime.errors import InputError, Progress, Verdict, progress
 from runtime.launch import Terminated
 
@@ -127,9 +127,11 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
     assert world.gather((1, "a")) == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
 
 
-def run_source(source, stdout=subprocess.PIPE):
-    words = [sys.executable, "-c", f"import os, signal, time; from runtime import launch\n{source}"]
-    return subprocess.run(words, cwd=ROOT, text=True, timeout=HANGS, stdout=stdout, stderr=subprocess.PIPE)
+def run_source(source, stdout=subprocess.PIPE, closed="", **environment):
+    """closed: redirections of a shell, such as >&-."""
+    words = [sys.executable, "-c", f"import os, signal, sys, time; from runtime import launch\n{source}"]
+    words, env = ["sh", "-c", f'exec "$@" {closed}', "sh", *words], {**os.environ, **environment}
+    return subprocess.run(words, cwd=ROOT, text=True, timeout=HANGS, stdout=stdout, stderr=subprocess.PIPE, env=env)
 
 
 def test_a_signal_ends_a_script_by_way_of_what_cleans_up_and_a_library_s_workers_at_once():
@@ -164,6 +166,37 @@ def test_a_reader_of_the_output_that_has_gone_is_no_error_to_speak_of():
     done = run_source("launch.run(lambda: print('x' * 100))", stdout=pipe)
     os.close(pipe)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("closed, out, err", [
+    (">&-", "", "told\n"), ("2>&-", "shown\nby a child\n", ""), ("<&- >&- 2>&-", "", ""),
+])  # fmt: skip
+def test_a_script_runs_with_streams_that_are_closed(closed, out, err):
+    """Children have them too, and no file takes the descriptors 0 to 2, to which libraries write."""
+    source = """
+def main():
+    print("shown", flush=True)
+    print("told", file=sys.stderr)
+    assert os.system("echo by a child") == 0 and sys.stdin.read() == "" and os.open("/dev/null", os.O_RDONLY) > 2
+launch.run(main)
+"""
+    done = run_source(source, closed=f"</dev/null {closed}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
+
+
+@pytest.mark.parametrize("encoding, shown", [("latin-1", b"\xe9\\u20ac"), ("ascii", b"\\xe9\\u20ac")])
+def test_what_the_encoding_of_stdout_lacks_is_escaped(encoding, shown, tmp_path):
+    with open(tmp_path / "out", "w") as out:
+        done = run_source(r"launch.run(lambda: print('\xe9\u20ac'))", stdout=out, PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr, (tmp_path / "out").read_bytes()) == (0, "", shown + b"\n")
+
+
+def test_one_rank_prints_the_help(monkeypatch, capsys):
+    for rank in 0, 1:
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as end:
+            cli.Parser("what it does").parse_args(["--help"])
+        assert end.value.code == 0 and ("what it does" in capsys.readouterr().out) == (rank == 0)
 
 
 # Ranks that were not started alike

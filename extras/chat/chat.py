@@ -73,7 +73,7 @@ def chat_on_terminal(job, runner, Generation):
         if len(ids) >= context:
             world.say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
             messages, ids = anew
-        new = fit(job.args.max_new_tokens, [ids], context)
+        new, _ = fit(job.args.max_new_tokens, [ids], context)
         printer = Printer(world.rank, [ids], tokenizer, new, show_prompt=False)
         known = len(os.path.commonprefix([cached, ids[:-1]]))
         ends = job.config.eos_ids
