@@ -253,8 +253,8 @@ def test_pairs_in_two_files(name, json_folder, tmp_path):
     import transformers
 
     model = json.loads((json_folder / "tokenizer.json").read_text())["model"]
-    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
-    merges = ["#version: 0.2", *map(" ".join, model["merges"])]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"] | {"12": len(model["vocab"])}))
+    merges = ["#version: 0.2", *map(" ".join, model["merges"]), "1 2"]  # Qwen 2 takes each digit for a word
     (tmp_path / "merges.txt").write_text("\n".join(merges) + "\n")
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, **named}))
