@@ -4,6 +4,7 @@ python convert_hf_checkpoint.py meta-llama/Llama-3.2-1B --out checkpoints/1b
 python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out checkpoints/stories260K
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -117,6 +118,11 @@ def main(argv=None):
     dtype = checkpoint.chosen_dtype(args.dtype, weights, values)
     source = args.tokenizer or folder
     tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refused before the work
+    if tokenizer and tokenizer.left_out:
+        print(f"left out: the tokens {', '.join(tokenizer.left_out)}, for which the embedding has no rows")
+    if tokenizer and (more := {name: i for name, i in tokenizer.ends.items() if i not in config.eos_ids}):
+        print(f"a text also ends at {', '.join(more)}, which the tokenizer has and config.json does not name")
+        config = dataclasses.replace(config, eos_ids=(*config.eos_ids, *more.values()))
     with writing.new_folder(args.out) as out:
         if args.tokenizer:
             name = "tokenizer.json" if args.tokenizer.endswith(".json") else "tokenizer.model"

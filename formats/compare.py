@@ -3,10 +3,10 @@
 import hashlib
 from pathlib import Path
 
-from formats.tokenizer import SETTINGS, load_tokenizer
+from formats.tokenizer import SETTINGS, VOCABULARIES, load_tokenizer
 from runtime.errors import InputError
 
-TOKENIZER_FILES = "tokenizer.json", "tokenizer.model", *SETTINGS, "generation_config.json"
+TOKENIZER_FILES = *VOCABULARIES, "merges.txt", *SETTINGS, "generation_config.json"
 
 
 def digest(folder, samples=1024):

@@ -1,6 +1,7 @@
 """One interface over SentencePiece, hf_tokenizer.py and extras/sources; load_tokenizer() picks one."""
 
 import contextlib
+import functools
 import os
 import re
 from pathlib import Path
@@ -8,7 +9,13 @@ from pathlib import Path
 from formats.checkpoint import first_line
 from runtime.errors import InputError, load_extra
 
-SETTINGS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"
+TEMPLATES = "chat_template.jinja", "chat_template.json"
+SETTINGS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", *TEMPLATES
+VOCABULARIES = "tokenizer.json", "tokenizer.model", "vocab.json"  # of several the first is read
+ENDS = (  # of texts and of turns: other engines stop at these too, whatever config.json names
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>", "<|endoftext|>",
+    "<|end_of_text|>",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -27,16 +34,23 @@ def library_errors(message):
 class Tokenizer:
     """encode(text) -> ids; decode(ids) -> text without special tokens; chat(messages) -> ids.
 
-    A subclass sets vocab_size, bos_id (or None) and special {text: id}, and has decode(ids) and encode_plain(text,
-    first). first is False for text that follows a special token.
+    A subclass sets vocab_size, prefix (the ids that it puts before a text, mostly BOS) and special {text: id}, and has
+    decode(ids) and encode_plain(text, first). first is False for text that follows a special token.
     """
 
     template = None  # the checkpoint's chat template, Jinja source
     template_variables = {}
+    left_out = ()  # the texts of added tokens for which the embedding has no row: they are plain text
 
     def encode(self, text):
-        """Return the ids of a prompt: BOS, if the tokenizer has one, and the text taken as plain text."""
-        return ([] if self.bos_id is None else [self.bos_id]) + self.encode_plain(text)
+        """Return the ids of a prompt: the tokenizer's prefix, and the text taken as plain text."""
+        return self.prefix + self.encode_plain(text)
+
+    @property
+    def ends(self):
+        """{text: id} of the tokens that end a text or a turn: the tokenizer's own eos_token, and those in ENDS."""
+        names = self.template_variables.get("eos_token"), *ENDS
+        return {text: i for name in names for text, i in self.special.items() if text == name}
 
     def continuation(self, prompt, ids):
         """Return the text that ids add to the ids of a prompt."""
@@ -55,6 +69,10 @@ class Tokenizer:
         """Add a token that only the settings name; decode leaves out a hidden one."""
         self.special.setdefault(text, i)
 
+    def token_id(self, text):
+        """Return the id of a token that is, or could be added as, a special one, or None."""
+        return self.special.get(text)
+
     def chat(self, messages, answer=True):
         """Return the ids of a conversation [{"role", "content"}, ...], and of the start of an answer if asked for."""
         return self.encode_markup(load_extra("chat", "a chat template").render(self, messages, answer))
@@ -68,9 +86,10 @@ class SentencePieceTokenizer(Tokenizer):
 
         self.model = SentencePieceProcessor(model_file=str(path))
         self.vocab_size = self.model.vocab_size()
-        ids = [self.model.bos_id(), self.model.eos_id()]
-        self.special = {self.model.id_to_piece(i): i for i in ids if i >= 0}
-        self.bos_id = ids[0] if ids[0] >= 0 else None
+        ids = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id()}
+        self.template_variables = {name: self.model.id_to_piece(i) for name, i in ids.items() if i >= 0}
+        self.special = {text: ids[name] for name, text in self.template_variables.items()}
+        self.prefix = [i for i in [ids["bos_token"]] if i >= 0]
 
     @library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True):
@@ -88,11 +107,12 @@ def load_tokenizer(source, vocab_size=None):
     """Return the tokenizer of a checkpoint folder, None if it has none, or the one in a file, without settings.
 
     Raises InputError if it cannot be read, or if its vocabulary is not the model's vocab_size (up to 5 % smaller is
-    taken for padding of the embedding: DeepSeek 7B has 102400 rows for 100015 tokens).
+    taken for padding of the embedding: DeepSeek 7B has 102400 rows for 100015 tokens; added tokens beyond vocab_size
+    are left out: Gemma 3 1B has 262144 rows, and <image_soft_token> as token 262144).
     """
     path = folder = Path(source)
     if folder.is_dir():
-        path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if os.path.lexists(folder / n)), None)
+        path = next((folder / name for name in VOCABULARIES if os.path.lexists(folder / name)), None)
     if path is None:
         return None
     with library_errors(f"{path} cannot be read, or a file of settings beside it"):
@@ -100,7 +120,9 @@ def load_tokenizer(source, vocab_size=None):
             line = f.readline(200)
         kind = SentencePieceTokenizer
         if path.suffix == ".json":
-            from formats.hf_tokenizer import JsonTokenizer as kind
+            from formats.hf_tokenizer import JsonTokenizer
+
+            kind = functools.partial(JsonTokenizer, vocab_size=vocab_size)
         elif re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line):
             kind = load_extra("sources", "a tiktoken rank file").TiktokenTokenizer
         tokenizer = kind(path)

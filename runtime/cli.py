@@ -175,7 +175,7 @@ def warn_of_wiring(own, config, shares):
 
 def add_prompt_flags(parser):
     g = parser.add_argument_group("prompts", "each is a row of the batch")
-    words = 'a text, e.g. "One day", in which special tokens are plain text;\n'
+    words = 'a text, e.g. "One day", in which special tokens are plain text (not with --chat);\n'
     words += "a file with one on each line, e.g. @prompts.txt; all of a file, e.g. file:story.txt; token ids, e.g.\n"
     words += "ids:1,403; may be repeated"
     one = g.add_mutually_exclusive_group()
@@ -183,8 +183,9 @@ def add_prompt_flags(parser):
     one.add_argument("--prompt-length", type=count, metavar="N", help="N random tokens as a prompt, e.g. 1024")
     words = "repeat the prompts to B rows, e.g. 16 (synthetic ones differ)"
     g.add_argument("--batch", type=count, metavar="B", help=words)
-    words = "put each prompt into the checkpoint's chat template, after a system message if given; without a prompt,\n"
-    words += "chat on the terminal: Enter stops an answer, Ctrl-D ends"
+    words = "put each prompt into the checkpoint's chat template, after a system message if given, and print only the\n"
+    words += "answers; as in transformers, a special token's name in the prompt is then that token; without a prompt,\n"
+    words += "chat on the terminal: /help lists its commands"
     system = {"type": lambda text: [{"role": "system", "content": text}], "metavar": "SYSTEM"}
     g.add_argument("--chat", nargs="?", const=[], **system, help=words)
 
@@ -269,10 +270,10 @@ class Printer:
 
     def __init__(self, rank, prompts, tokenizer, max_new_tokens, show_prompt=True):
         self.shows, self.prompts, self.tokenizer, self.stream = rank == 0, prompts, tokenizer, None
+        self.shows_prompt = show_prompt
         if self.shows and tokenizer is not None and len(prompts) == 1:
-            self.stream = TextStream(tokenizer)
-            text = self.stream.push(prompts[0])
-            print(text if show_prompt else "", end="", flush=True)
+            self.stream = TextStream(tokenizer, [] if show_prompt else prompts[0])
+            print(self.stream.push(prompts[0]) if show_prompt else "", end="", flush=True)
         elif self.shows:
             self.bar = tqdm(total=max_new_tokens, desc="decoding", unit="token", delay=1, disable=None)
 
@@ -297,7 +298,7 @@ class Printer:
         texts = [self.tokenizer.continuation(prompt, row) for prompt, row in zip(self.prompts, rows, strict=True)]
         if not self.stream:
             for prompt, text in zip(self.prompts, texts, strict=True):
-                print(f"--- {self.tokenizer.decode(prompt)}{text}")
+                print(f"--- {self.tokenizer.decode(prompt) if self.shows_prompt else ''}{text}")
         return texts
 
 

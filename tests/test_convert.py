@@ -445,6 +445,19 @@ def test_a_given_tokenizer_replaces_the_sources_and_must_fit(hf_folder, tmp_path
     assert not (tmp_path / "ours" / "tokenizer.json").exists()
 
 
+def test_a_tokenizer_has_more_ends_and_fewer_tokens(hf_folder, tmp_path, capsys):
+    """Its own eos_token and <|im_end|> end a text after config.json's; a token without a row in the embedding goes."""
+    from tokenizers import AddedToken, Tokenizer, models
+
+    model = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
+    model.add_tokens([AddedToken(text, special=True) for text in ("<|im_end|>", "<eos>", "<x>", "[PAD]")])
+    model.save(str(hf_folder / "tokenizer.json"))
+    (hf_folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    assert convert(hf_folder, tmp_path / "ours").config.eos_ids == (2, 129, 128)
+    said = capsys.readouterr().out
+    assert "left out: the tokens [PAD], for which" in said and "also ends at <eos>, <|im_end|>, which" in said
+
+
 @pytest.mark.slow
 def test_memory_stays_near_one_shard(tmp_path):
     """160 MB of model in shards of 8 MB: the peak of the process hardly grows after a conversion of next to nothing."""

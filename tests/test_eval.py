@@ -87,7 +87,7 @@ def test_bytes_are_those_of_the_tokens_scored(tmp_path):
     text = "A dog: d\u00f6g \u2603\U0001f415. The end\n"
     (tmp_path / "text").write_text(text)
     for bos in (1, None):
-        tokenizer.bos_id = bos
+        tokenizer.prefix = [bos] if bos else []
         for n in range(3, 40):
             args = evaluate.parse(["--checkpoint", "x", "--text", str(tmp_path / "text"), "--max-tokens", str(n)])
             [ids], n_bytes = evaluate.read_documents(args, tokenizer)

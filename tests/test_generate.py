@@ -226,7 +226,7 @@ launch.run(generate.main)
     for line, count in ("Once upon a time", 4 if ranks == 1 else 8), ("The dog", 19):
         ids += tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
         row = greedy_tokens(net, ids, count, end=2)
-        check_shown(f"{tokenizer.continuation(ids, row)}\n")
+        check_shown(f"{tokenizer.continuation(ids, row)}\n" + "> The dog\n" * (line != "The dog"))
         ids += row
     check_shown("> ")
     os.write(keyboard, b"\4")  # Ctrl-D
@@ -234,17 +234,27 @@ launch.run(generate.main)
     assert process.returncode == 0 and b"Traceback" not in errors, errors.decode()
 
 
+CHAT = {"chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"}
+
+
+def test_a_chat_is_reset_and_shows_answers_alone(copy):
+    (copy / "tokenizer_config.json").write_text(json.dumps(CHAT))
+    flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "4", "--chat", "Be brief."]
+    first, second = run(*flags, stdin="a\n/reset\na\n")[0].splitlines()
+    assert first == second != run(*flags, stdin="a\na\n")[0].splitlines()[1]
+    assert run(*flags, "--prompt", "a", "--batch", "2")[0] == f"--- {first}\n" * 2
+
+
 @pytest.mark.parametrize("flags", [[], pytest.param(["--compile", "all"], marks=pytest.mark.slow)])
 def test_a_chat_with_a_template_and_a_full_context(copy, flags):
-    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-    (copy / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (copy / "tokenizer_config.json").write_text(json.dumps(CHAT))
     flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "2", "--chat", *flags]
     printed, said = run(*flags, stdin="a\nb\na\na\n")
     texts = printed.split("\n")
     assert "do not fit the context of 64: starting anew with this message" in said
     assert texts[0] in texts[2:4] and texts[0] != texts[1] and "" not in texts[:4]
-    again, said = run(*flags, stdin="a\n" + "dog " * 60 + "\nb\na\na\n")
-    assert "tokens leaves no room in the context of 64: shorten it" in said
+    again, said = run(*flags, stdin="a\n" + "dog " * 60 + "\n/help\nb\na\na\n/exit\na\n")
+    assert "tokens leaves no room in the context of 64: shorten it" in said and "/reset begins" in said
     assert again == printed  # a message that is refused leaves the conversation as it was
     assert said.count("(cut at --max-new-tokens)") == 4
     assert run(*flags, "--prompt", "a")[0] == texts[0] + "\n"

@@ -72,7 +72,7 @@ def any_tokenizer(request):
 def test_text_survives_the_round_trip_and_special_tokens_come_from_markup_alone(any_tokenizer):
     for text in TEXTS:
         ids = any_tokenizer.encode(text)
-        assert ids[0] == any_tokenizer.bos_id and any_tokenizer.decode(ids) == text
+        assert ids[:1] == any_tokenizer.prefix and any_tokenizer.decode(ids) == text
         assert all(0 <= i < any_tokenizer.vocab_size for i in ids)
     name, special = next(iter(any_tokenizer.special.items()))
     assert special not in any_tokenizer.encode_plain(f"a {name} b")
@@ -120,8 +120,12 @@ def test_chat_with_sentencepiece_and_named_or_filed_templates(tiny, tmp_path):
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}A</s>"}]
     settings = {"bos_token": "<s>", "chat_template": named, "added_tokens_decoder": {"300": {"content": "<|im_end|>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ bos_token }}C"}')
     ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.chat([]) == [1, *ours.encode_plain("A"), 2]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    ours = tokenizer.load_tokenizer(tmp_path)
+    assert ours.chat([]) == [1, *ours.encode_plain("C")]
     (tmp_path / "chat_template.jinja").write_text("B<|im_end|>")
     ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.chat([]) == [*ours.encode_plain("B"), 300]
@@ -182,17 +186,18 @@ def test_legacy_says_whether_text_behind_a_special_token_gets_a_space(legacy, ti
         assert ours.encode_markup(text) == theirs.encode(text, add_special_tokens=False)
 
 
-def test_only_what_stands_before_the_text_is_bos(json_folder, tmp_path):
+def test_only_what_stands_before_the_text_is_its_prefix(json_folder, tmp_path):
     from tokenizers import Tokenizer, processors
 
     model = Tokenizer.from_file(str(json_folder / "tokenizer.json"))
-    for around, bos in ("$A </s>", []), ("</s> $A </s>", [1]):
-        model.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("</s>", 1)])
+    for around, prefix in ("$A </s>", []), ("</s> $A </s>", [1]), ("</s> <s> $A", [1, 0]):
+        special = [("</s>", 1), ("<s>", 0)]
+        model.post_processor = processors.TemplateProcessing(single=around, special_tokens=special)
         model.save(str(tmp_path / "tokenizer.json"))
         ours = tokenizer.load_tokenizer(tmp_path)
-        assert ours.encode("dog") == bos + ours.encode_plain("dog")
+        assert ours.encode("dog") == prefix + ours.encode_plain("dog")
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    assert tokenizer.load_tokenizer(tmp_path).bos_id is None
+    assert tokenizer.load_tokenizer(tmp_path).prefix == []
 
 
 def test_an_embedding_may_be_padded(tiny):
@@ -202,12 +207,73 @@ def test_an_embedding_may_be_padded(tiny):
             tokenizer.load_tokenizer(tiny, vocab_size)
 
 
+def test_added_tokens_beyond_the_embedding_are_plain_text(json_folder, tmp_path):
+    """In a tokenizer.json, in its vocabulary too or in the settings alone; but not if they stand before each text."""
+    from tokenizers import Tokenizer, processors
+
+    plain, model = tokenizer.load_tokenizer(json_folder), Tokenizer.from_file(str(json_folder / "tokenizer.json"))
+    size, text, file = plain.vocab_size, "a <image> b [PAD]", tmp_path / "tokenizer.json"
+    model.add_special_tokens(["<image>"])
+    values = json.loads(model.to_str())
+    values["model"]["vocab"]["<image>"] = size
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": {size: {"content": "<image>"}, size + 1: {"content": "[PAD]"}}})
+    )
+    for content in model.to_str(), json.dumps(values):
+        file.write_text(content)
+        assert tokenizer.load_tokenizer(tmp_path).encode_markup(text)[-1] == size + 1
+        ours = tokenizer.load_tokenizer(tmp_path, size)
+        assert (ours.left_out, ours.vocab_size) == (("<image>", "[PAD]"), size)
+        assert ours.encode_markup(text) == plain.encode_plain(text)
+    model.post_processor = processors.TemplateProcessing(single="<image> $A", special_tokens=[("<image>", size)])
+    model.save(str(file))
+    with pytest.raises(InputError, match=f"has {size + 1} tokens, but the model's vocab_size is {size}"):
+        tokenizer.load_tokenizer(tmp_path, size)
+
+
+def test_ends_are_the_own_one_and_those_of_other_engines(json_folder, tiny, tmp_path):
+    """An end that is in the vocabulary like any text, and only named by the settings, is a special token too."""
+    values = json.loads((json_folder / "tokenizer.json").read_text())
+    values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] != "</s>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8-sig")  # with a BOM
+    added = {"288": {"content": "<|im_end|>"}, "289": {"content": "<|im_start|>"}}
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = tokenizer.load_tokenizer(tmp_path)
+    assert ours.ends == {"</s>": 1, "<|im_end|>": 288}
+    assert ours.encode_markup("a</s>")[-1] == 1 and ours.decode([1]) == ""
+    assert tokenizer.load_tokenizer(tiny).ends == {"</s>": 2}
+
+
+NASTY = ["Don't  I'LL", " x\n\n y\t\r\n", "e\u0301\ufb01 naïve", "# # 12345", "日本🙂\u200d", " a</s>b<s>"]
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2TokenizerFast", "LlamaTokenizer"])
+def test_pairs_in_two_files(name, json_folder, tmp_path):
+    import transformers
+
+    model = json.loads((json_folder / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"] | {"12": len(model["vocab"])}))
+    merges = ["#version: 0.2", *map(" ".join, model["merges"]), "1 2"]  # Qwen 2 takes each digit for a word
+    (tmp_path / "merges.txt").write_text("\n".join(merges) + "\n")
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, **named}))
+    if name == "LlamaTokenizer":
+        with pytest.raises(InputError, match="tokenizer_class is LlamaTokenizer, but only for GPT2Tokenizer, GPTNeoX"):
+            tokenizer.load_tokenizer(tmp_path)
+        return
+    ours, theirs = tokenizer.load_tokenizer(tmp_path), getattr(transformers, name).from_pretrained(tmp_path)
+    for text in NASTY:
+        assert ours.encode_markup(text) == theirs.encode(text), text
+        assert ours.decode(ours.encode_plain(text)) == theirs.decode(ours.encode_plain(text)), text
+
+
 # The real ones
 
 
 def test_llama2():
     ours = tokenizer.load_tokenizer(shared_data("llama2-tokenizer.model"))
-    assert (ours.vocab_size, ours.bos_id) == (32000, 1)
+    assert (ours.vocab_size, ours.prefix) == (32000, [1])
     assert ours.encode("Hello world") == [1, 15043, 3186]
 
 

@@ -32,7 +32,7 @@ from runtime.errors import InputError
 class Letters(Tokenizer):
     """A token a character; BOS is 1."""
 
-    bos_id, special, vocab_size = 1, {"<s>": 1}, 256
+    prefix, special, vocab_size = [1], {"<s>": 1}, 256
     template = "<s>{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 
     def encode_plain(self, text, first=True):

@@ -11,7 +11,7 @@ __all__ = ["chat_on_terminal", "render"]
 def render(tokenizer, messages, answer=True):
     """Return a conversation as the chat template writes it, followed by the start of an answer if asked for."""
     if tokenizer.template is None:
-        where = "in the checkpoint's tokenizer_config.json, nor a chat_template.jinja"
+        where = "in the checkpoint's tokenizer_config.json, nor a chat_template.jinja or .json"
         raise InputError(f"no chat template {where}: give it plain texts, not chats")
     variables = {**tokenizer.template_variables, "messages": messages, "add_generation_prompt": answer}
     text, error = template.renderer.render(tokenizer.template, variables)

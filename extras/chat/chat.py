@@ -10,6 +10,8 @@ import torch.distributed as dist
 from runtime.cli import CHAT_CONTEXT, Printer, fit
 from runtime.errors import progress
 
+HELP = "/reset begins a new conversation, /exit or Ctrl-D ends, Enter stops an answer"
+REPLIES = {"/help": HELP, "/reset": "(a new conversation)"}
 STEPS_BETWEEN_CHECKS = 8  # of several ranks, for a line that stops an answer: each check is a broadcast
 
 
@@ -19,11 +21,14 @@ def line_waits():
 
 
 def read_line():
-    """Return the user's next line, or None at the end."""
-    if sys.stdin.isatty() and not line_waits():
+    """Return the user's next line, or /exit at the end. On a terminal it stands after a prompt."""
+    waited = line_waits()
+    if sys.stdin.isatty() and not waited:
         print("> ", end="", flush=True)
-    typed = sys.stdin.buffer.readline()
-    return typed.decode(errors="replace") if typed else None
+    line = sys.stdin.buffer.readline().decode(errors="replace")
+    if waited and line.strip():  # typed during an answer, whose text is all around its echo
+        print(f"> {line.rstrip()}", flush=True)
+    return line or "/exit"
 
 
 def is_stopped(steps, world):
@@ -56,13 +61,18 @@ def chat_on_terminal(job, runner, Generation):
 
     if world.rank == 0 and sys.stdin.isatty():
         how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
-        world.say(f"{how}; Enter stops an answer, Ctrl-D ends")
+        world.say(f"{how}; {HELP}")
     while True:
         progress.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
         line = world.gather(read_line() if world.rank == 0 else "")[0]
-        if line is None:
+        command = line.strip()
+        if command == "/exit":
             return
-        if not line.strip():
+        if command == "/reset":
+            messages, ids = beginning, []
+        if command in REPLIES:
+            world.say(REPLIES[command])
+        if command in REPLIES or not command:
             continue
         line = line.rstrip("\r\n")
         anew = extended(beginning, [], line)

@@ -95,9 +95,9 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
 
 
 def encode(text, tokenizer):
-    """Return the ids of a text, in which special tokens may stand by name, after one BOS if the tokenizer has one."""
+    """Return the ids of a text, in which special tokens may stand by name, after the tokenizer's prefix, once."""
     ids = tokenizer.encode_markup(text)
-    return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
+    return ids if ids[: len(tokenizer.prefix)] == tokenizer.prefix else tokenizer.prefix + ids
 
 
 def read_prompts(prompt, tokenizer, max_prompts):

@@ -29,7 +29,7 @@ class TiktokenTokenizer(Tokenizer):
         self.special = {name: len(ranks) + i for i, name in enumerate(names)}
         self.model = tiktoken.Encoding(path.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
         self.n_ranks, self.vocab_size = len(ranks), len(ranks) + len(names)
-        self.bos_id = self.special["<|begin_of_text|>"]
+        self.prefix = [self.special["<|begin_of_text|>"]]
 
     @library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True):
