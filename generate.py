@@ -44,9 +44,9 @@ def load_model(config, folder, dtype, world):
     if config.quant:
         from kernels import int_linear
 
-        module = int_linear if world.device.type == "cpu" else find_extra("gpu")
-        if module:
-            module.use_kernels(model)
+        if world.device.type == "cuda":
+            find_extra("gpu")  # adds its kernels to the table
+        int_linear.use_kernels(model, world.device.type)
     if world.group is not None:
         model.comm = TensorParallel(config, world.shares, world.group)  # extras/lanes wraps it
     return model

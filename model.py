@@ -144,6 +144,22 @@ WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the e
 # ---- The layers ------------------------------------------------------------------------------------------------------
 
 
+def attend(q, k, v, mask, positions, window, score_cap):
+    """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
+
+    mask: (B, S, T'), T' <= T. positions (B, S), of q, and window: for other kernels, which take no mask.
+    """
+    # The G query heads of a KV head become one head of G * S queries: no key is ever copied.
+    B, _, G, S, H = q.shape
+    mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
+    k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]  # T' slots
+    if score_cap:
+        scores = (q.flatten(2, 3) * H**-0.5 @ k.mT).float()
+        scores = score_cap * (scores / score_cap).tanh()
+        return scores.masked_fill(~mask, -torch.inf).softmax(-1).type_as(v) @ v
+    return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)
+
+
 class Attention(nn.Module):
     """Grouped-query attention. wqkv is not [all q, all k, all v] but a group of rows for each KV head: its G query
     heads (with attention_gate, each followed by its gate), its key, its value.
@@ -164,6 +180,7 @@ class Attention(nn.Module):
         for name, heads in ("q_norm", n_heads), ("k_norm", n_kv_heads):
             size = self.head_dim * (heads if self.whole_norm else 1)
             self.add_module(name, make_norm(size, config.norm_eps) if config.qk_norm else nn.Identity())
+        self.attend = attend  # --compile may choose another kernel
 
     @property
     def n_kv_heads(self):  # wqkv has N (1 + gates) + 2 K heads, wo has N
@@ -193,7 +210,7 @@ class Attention(nn.Module):
         if mask is None:  # causal, no earlier keys, no score_cap: see attention_metadata
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
-            y = self.attend(q, *(cache or (k, v)), mask, metadata.positions)
+            y = self.attend(q, *(cache or (k, v)), mask, metadata.positions, self.window, self.score_cap)
         y = y.reshape(q.shape)  # (B, K, G, S, H)
         if gate is not None:
             y = y * gate.sigmoid()
@@ -203,21 +220,6 @@ class Attention(nn.Module):
         """Return (k, v) of `length` slots, both (B, K, T, H), zeroed."""
         shape = batch, self.n_kv_heads, length, self.head_dim
         return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-
-    def attend(self, q, k, v, mask, positions):
-        """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
-
-        mask: (B, S, T'), T' <= T. positions (B, S), of q: for subclasses, whose kernels take no mask.
-        """
-        # The G query heads of a KV head become one head of G * S queries: no key is ever copied.
-        B, _, G, S, _ = q.shape
-        mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
-        k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]  # T' slots
-        if self.score_cap:
-            scores = (q.flatten(2, 3) * self.head_dim**-0.5 @ k.mT).float()
-            scores = self.score_cap * (scores / self.score_cap).tanh()
-            return scores.masked_fill(~mask, -torch.inf).softmax(-1).type_as(v) @ v
-        return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)
 
 
 class FeedForward(nn.Module):
@@ -355,14 +357,14 @@ class Transformer(nn.Module):
         return [block.attention.new_cache(batch, length, self.device, self.dtype) for block in self.layers]
 
 
-def build(config):
-    """Return the Transformer of a config, quantized as it says, on the device "meta", without memory for weights."""
+def build(config, kind=None):
+    """Return a Transformer, or its subclass `kind`, quantized as its config says, on "meta", so without its weights."""
     with torch.device("meta"):
-        model = (config.named_wiring.model or Transformer)(config)
+        model = (kind or config.named_wiring.model or Transformer)(config)
         if config.quant:
             from kernels import int_linear
 
-            int_linear.replace_matrices(model, config)
+            int_linear.replace_matrices(model)
         if config.tie_embeddings:
             for name, parameter in model.tok_embeddings.named_parameters():
                 setattr(model.output, name, parameter)

@@ -117,12 +117,22 @@ def neuron_range(config, neurons, rank, shares):
 
 
 def neuron_unit(config, neurons, shares):
-    """Return how many neurons stay together: 1, but for int4 and for experts."""
-    if config.group_size and "w2" not in config.kept:  # int4: a group of w2's columns has one scale
-        from kernels import int_linear
+    """Return how many neurons stay together: 1, but for int4 and for experts.
 
-        return int_linear.column_unit(config, neurons, least_ranks=sum(shares) / min(shares))
-    return 8 if config.n_experts and neurons % 8 == 0 else 1  # torch._grouped_mm takes rows of a multiple of 16 bytes
+    int4: a group of w2's columns, or 128, which PyTorch's kernel on a GPU wants, if no share then exceeds its due by
+    more than an eighth. Where groups are too few they are halved, down to 8 columns, the least that few_rows.cpp takes.
+    Lanes are cut at multiples of 8: at the neurons where they are cut without int4.
+    """
+    if not config.group_size or "w2" in config.kept:
+        return 8 if config.n_experts and neurons % 8 == 0 else 1  # grouped_mm takes rows of a multiple of 16 bytes
+    if config.fixed_lanes:
+        return 8
+    unit, least_ranks = config.group_size, sum(shares) / min(shares)  # as many as if each had the smallest share
+    if neurons % 128 == 0 and neurons >= 8 * 128 * least_ranks and not config.named_wiring.depends_on_lanes:
+        unit = 128
+    while unit > 8 and neurons // unit < least_ranks:
+        unit //= 2
+    return unit
 
 
 def vocab_range(vocab_size, rank, shares):
@@ -227,6 +237,7 @@ def set_parameter(model, name, tensor):
     """Set a parameter of a model, named as named_parameters does; a linear's sizes follow its weight."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
+    if attribute == "weight" and hasattr(module, "in_features"):  # Attention counts its heads by these
+        columns = module.in_features // module.weight.shape[-1]  # of a stored element: 2 in a byte of int4
+        module.out_features, module.in_features = tensor.shape[-2], tensor.shape[-1] * columns
     setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))
-    if isinstance(module, nn.Linear) and attribute == "weight":  # Attention counts its heads by these
-        module.out_features, module.in_features = tensor.shape

@@ -51,11 +51,7 @@ def check(c):
         load_extra("experts", "n_experts").check(c)
     elif given := [name for name in EXPERTS if getattr(c, name)] + ["wiring farskip"] * (c.parsed.name == "farskip"):
         raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
-    if (c.quant, c.group_size, c.kept) != (None, None, ()):
-        from kernels import int_linear
-
-        if error := int_linear.error(c):
-            raise InputError(error)
+    check_quantization(c)
     if c.named_wiring.model:
         c.named_wiring.model.check(c)
 
@@ -71,6 +67,32 @@ def check_norms(c):
     name = "sum_norms" if c.sum_norms and adds_partials else name
     if name and c.wiring != "upper-bound":
         raise InputError(f"wiring {c.wiring} is not for models with {name}: it adds partials before they are summed")
+
+
+def check_quantization(c):
+    if c.quant not in (None, "int8", "int4"):
+        raise InputError(f"unknown quantization {c.quant!r}; known: int8, int4")
+    if c.group_size is not None and c.quant != "int4":
+        raise InputError("a group size is for int4")
+    if c.quant == "int4" and c.group_size not in (32, 64, 128):
+        raise InputError(f"group size {c.group_size} is none of 32, 64, 128")
+    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
+    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {*c.mlps.values(), c.shared_expert_size} - {None}}
+    if c.linear_layers:
+        columns |= {"wqkvz": {c.dim}, "wout": {c.linear_attention["value_heads"] * c.linear_attention["value_dim"]}}
+    for name in c.kept:
+        if name not in columns:
+            raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
+        if name == "output" and c.tie_embeddings:
+            raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
+    if c.tie_embeddings:
+        del columns["output"]
+    quantized = [(name, n) for name, counts in columns.items() if name not in c.kept for n in sorted(counts)]
+    if odd := [(name, n) for name, n in quantized if c.group_size and n % c.group_size]:
+        smaller = [f"use {size}, or " for size in (64, 32) if not any(n % size for _, n in odd)][:1]
+        instead = "".join(smaller) + "keep " + ",".join(dict.fromkeys(name for name, _ in odd))
+        matrices = ", ".join(f"{name} ({n})" for name, n in odd)
+        raise InputError(f"group size {c.group_size} does not divide the columns of {matrices}: {instead}")
 
 
 # ---- The text that names a wiring, such as ladder:16 or delayed-4/8 --------------------------------------------------

@@ -1,4 +1,4 @@
-"""What --compile takes besides torch.compile: a compiler, and modules with kernels of their own.
+"""What --compile takes besides torch.compile: a compiler, and kernels for a decode step.
 
 Shape letters: model.py.
 """
@@ -11,8 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from decoding.batch import Sampler, pad
-from kernels.int_linear import recast, swap
-from model import Attention, cache_slots
+from model import Attention, attend, cache_slots
 from runtime import cxx
 from runtime.errors import find_extra, progress
 
@@ -37,62 +36,57 @@ def prepare(device):
         handler.register_end_callback(lambda _: phase.close())
 
 
-class SplitAttention(Attention):
-    """An Attention that, compiled for a GPU, splits the keys of a head between multiprocessors in a decode step.
+def split_attend(q, k, v, mask, positions, window, score_cap):
+    """Compute what model.attend does, without a score_cap; compiled for a decode step, split a head's keys.
 
     PyTorch's own kernels that take a mask give one head to one multiprocessor: for a row of the 8b, 8 of an H200's 132
     would work. flex_attention splits the keys only if it is given blocks of keys: else the whole cache is one block,
     which the first split gets (torch 2.11, 2.13).
     """
+    S, T = q.shape[3], mask.shape[-1]
+    if S > FEW_POSITIONS or not torch.compiler.is_compiling():
+        return attend(q, k, v, mask, positions, window, score_cap)
 
-    def attend(self, q, k, v, mask, positions):
-        S, T, window = q.shape[3], mask.shape[-1], self.window
-        if S > FEW_POSITIONS or not torch.compiler.is_compiling():
-            return super().attend(q, k, v, mask, positions)
+    def visible(row, head, query, key):
+        position = positions[row, query % S]
+        return key <= position if window is None else (key <= position) & (key > position - window)
 
-        def visible(row, head, query, key):
-            position = positions[row, query % S]
-            return key <= position if window is None else (key <= position) & (key > position - window)
-
-        # the blocks of keys that each row attends to; a row that is done may be beyond the slots that this pass reads
-        n_blocks, n_queries = -(-T // KEY_BLOCK), q.shape[2] * S
-        start, end = positions[:, :1].clamp(max=T - 1), positions[:, -1:].clamp(max=T - 1)  # (B, 1)
-        first = torch.zeros_like(start) if window is None else (start + 1 - window).clamp(min=0) // KEY_BLOCK
-        last = end // KEY_BLOCK
-        kv_num_blocks = (last - first + 1)[:, None].int()  # (B, 1, 1): all queries of a head are one block
-        kv_indices = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)[:, None, None].int()
-        sizes = {"BLOCK_SIZE": (-(-n_queries // KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK), "seq_lengths": (n_queries, T)}
-        blocks = BlockMask.from_kv_blocks(kv_num_blocks, kv_indices, mask_mod=visible, compute_q_blocks=False, **sizes)
-        return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], block_mask=blocks)
+    # the blocks of keys that each row attends to; a row that is done may be beyond the slots that this pass reads
+    n_blocks, n_queries = -(-T // KEY_BLOCK), q.shape[2] * S
+    start, end = positions[:, :1].clamp(max=T - 1), positions[:, -1:].clamp(max=T - 1)  # (B, 1)
+    first = torch.zeros_like(start) if window is None else (start + 1 - window).clamp(min=0) // KEY_BLOCK
+    last = end // KEY_BLOCK
+    kv_num_blocks = (last - first + 1)[:, None].int()  # (B, 1, 1): all queries of a head are one block
+    kv_indices = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)[:, None, None].int()
+    sizes = {"BLOCK_SIZE": (-(-n_queries // KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK), "seq_lengths": (n_queries, T)}
+    blocks = BlockMask.from_kv_blocks(kv_num_blocks, kv_indices, mask_mod=visible, compute_q_blocks=False, **sizes)
+    return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], block_mask=blocks)
 
 
-def use_fast_modules(model):
-    """Replace modules by those with kernels for a decode step, on a CPU those of extras/cpu, if it is there.
+def use_decode_kernels(model):
+    """Let a model use kernels for a decode step, on a CPU those of extras/cpu, if it is there.
 
     Raises InputError when these cannot be compiled.
     """
     if model.device.type == "cpu":
         if extra := find_extra("cpu"):
-            extra.use_kernels(model)
+            extra.use_few_rows(model)
         return
-
-    def make(name, module):
-        fits = type(module) is Attention and module.head_dim % 16 == 0 and not module.score_cap
-        return recast(module, SplitAttention) if fits else None
-
-    swap(model, make)
+    for module in model.modules():
+        if type(module) is Attention and module.head_dim % 16 == 0 and not module.score_cap:
+            module.attend = split_attend
 
 
 def compiled(model, decode, prefill):
     """Return (the model for decode steps, the model for the prefill), each compiled if asked for.
 
-    Raises InputError as prepare() and use_fast_modules() do.
+    Raises InputError as prepare() and use_decode_kernels() do.
     """
     prepare(model.device)
     prefill_model = torch.compile(model, fullgraph=True) if prefill else model
     if not decode:
         return model, prefill_model
-    use_fast_modules(model)
+    use_decode_kernels(model)
     # One graph for any cache_length, an argument of Transformer.forward; all else is fixed. So each shape of a cache
     # has its own, and who serves many must not run out of them. Both settings are global.
     torch.compiler.config.dynamic_sources = "L['cache_length']"

@@ -26,7 +26,7 @@ from decoding.batch import make_cache
 from formats import fields
 from generate import Runner
 from kernels import gloo
-from model import WIRINGS, WIRINGS_IN_EXTRAS, Attention, Config, Transformer, list_sublayers
+from model import WIRINGS, WIRINGS_IN_EXTRAS, Config, Transformer, attend, list_sublayers
 from runtime import cxx, launch, ranks, writing
 
 ROOT = Path(__file__).parent.parent
@@ -229,19 +229,18 @@ def p_value(draws, least=0):
 
 
 def check_split_attention(count, window, T, device):
-    """Compare it, compiled, with Attention in rows of different lengths, one of them done, with `count` queries each.
+    """Compare split_attend, compiled, with attend in rows of different lengths, one of them done, of `count` queries.
 
     Keys in blocks that a row need not read are NaN.
     """
-    from runtime.compiling import KEY_BLOCK, SplitAttention  # imports the compiler
+    from runtime.compiling import KEY_BLOCK, split_attend  # imports the compiler
 
     generator, starts = torch.Generator().manual_seed(0), torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
     q = torch.randn(5, 2, 4, count, 16, generator=generator)
     k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
     positions, keys = starts + torch.arange(count), torch.arange(T)
     mask = (keys <= positions[..., None]) & (keys > positions[..., None] - (window or T))
-    layer = SplitAttention(BASE, 0)
-    layer.window, plain = window, Attention.attend(layer, q, k, v, mask, positions)
+    plain = attend(q, k, v, mask, positions, window, None)
     for row, (start, end) in enumerate(positions[:, [0, -1]].clamp(max=T - 1).tolist()):
         needed = range((max(0, start + 1 - window) if window else 0) // KEY_BLOCK, end // KEY_BLOCK + 1)
         unneeded = [i for i in range(513) if i // KEY_BLOCK not in needed]
@@ -249,7 +248,7 @@ def check_split_attention(count, window, T, device):
 
     @functools.partial(torch.compile, fullgraph=True, dynamic=False)
     def split(q, *rest):  # with heads apart: the compiler for CPUs takes no view of another shape (torch 2.13)
-        return layer.attend(q.unflatten(2, (4, count)), *rest)
+        return split_attend(q.unflatten(2, (4, count)), *rest, window, None)
 
     result = split(*[x.to(device) for x in (q.flatten(2, 3), k, v, mask, positions)]).cpu()
     assert torch.allclose(plain[:-1], result[:-1], atol=1e-5)

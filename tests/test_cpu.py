@@ -21,7 +21,7 @@ from extras import cpp
 from extras.cpu import few_rows, modules
 from formats import checkpoint
 from kernels import int_linear
-from model import Attention
+from model import attend
 from runtime import compiling, cxx
 from runtime.errors import InputError
 
@@ -198,9 +198,8 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
     tokens, lengths = unequal_rows(config)
     eager = last_logits(net, tokens, lengths)
     logits = last_logits(net, tokens, lengths, compile=True)
-    assert all(type(m) is few_rows.FewRowsLinear for m in net.modules() if isinstance(m, torch.nn.Linear))
-    decodes = [isinstance(m, modules.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
-    assert decodes == [True] * config.n_layers
+    assert {type(m) for m in net.modules() if hasattr(m, "in_features")} == {few_rows.FewRowsLinear}
+    assert all(block.attention.attend is modules.decode_attend for block in net.layers)
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
         assert (logits[row] - expected).abs().max() < 0.05 * expected.abs().max()
@@ -215,8 +214,9 @@ def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypa
     monkeypatch.setattr(few_rows, "FEW_INT", 8)  # more in prefill, fewer in decode
     config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
     net = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
-    kinds = {type(m) for m in net.modules() if hasattr(m, "in_features")}
-    assert few_rows.FewRowsIntLinear in kinds and (few_rows.FewRowsLinear in kinds) == bool(config.kept)
+    kernels = {m.kernel for m in net.modules() if type(m) is int_linear.QuantLinear}
+    kept = [m for m in net.modules() if type(m) is few_rows.FewRowsLinear]
+    assert kernels == {few_rows.multiply} and bool(kept) == bool(config.kept)
     gated = {type(block.feed_forward) is modules.FewRowsFeedForward for block in net.layers}
     assert gated == {not config.mlp_bias and "w2" not in config.kept and config.activation == "silu"}
 
@@ -224,14 +224,15 @@ def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypa
 def test_attention_in_a_window_without_a_cache():
     """There v is a view, with strides that the kernel does not take. Only bfloat16 has such kernels."""
     net = random_model(dataclasses.replace(BASE, head_dim=64, sliding_window=3, window_layers=(0, 2)))
-    compiling.use_fast_modules(net)
-    assert not any(isinstance(m, few_rows.FewRowsLinear | modules.DecodeAttention) for m in net.modules())
+    compiling.use_decode_kernels(net)
+    assert not any(type(m) is few_rows.FewRowsLinear for m in net.modules())
+    assert net.layers[0].attention.attend is attend
     net, (tokens, _) = net.bfloat16(), unequal_rows(BASE)
     with torch.inference_mode():
         expected = net(tokens[:, :8])
-        compiling.use_fast_modules(net)
+        compiling.use_decode_kernels(net)
         logits = net(tokens[:, :8])
-    assert isinstance(net.layers[0].attention, modules.DecodeAttention)
+    assert net.layers[0].attention.attend is modules.decode_attend
     assert (logits - expected).norm() < 0.03 * expected.norm()
 
 
@@ -251,7 +252,7 @@ def test_what_cannot_be_built_is_one_clear_line(environment, message, tmp_path, 
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=message) as error:
-        compiling.use_fast_modules(random_model(BASE).bfloat16())
+        compiling.use_decode_kernels(random_model(BASE).bfloat16())
     assert "\n" not in str(error.value) and list(tmp_path.rglob("*.so")) == []
 
 
@@ -321,7 +322,7 @@ def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, ca
     monkeypatch.setattr(cxx, "ON_ARM", False)
     net, (tokens, lengths) = random_model(BASE).bfloat16(), unequal_rows(BASE)
     kinds, plain = {type(m) for m in net.modules()}, last_logits(net, tokens, lengths)
-    compiling.use_fast_modules(net)
+    compiling.use_decode_kernels(net)
     assert {type(m) for m in net.modules()} == kinds
     line = "few_rows.cpp knows no such processor or system: PyTorch's kernels, slower\n"
     assert capsys.readouterr().err == line

@@ -82,10 +82,10 @@ def quantized(quant, **changes):
     net = load_shard(config, RandomWeights(config, DEVICE), torch.bfloat16, DEVICE)
     state = dict(net.state_dict())
     for name, module in net.named_modules():
-        if isinstance(module, int_linear.Integers):
+        if isinstance(module, int_linear.QuantLinear):
             zeros = None if module.zeros is None else module.zeros.double()
             state[f"{name}.weight"] = int_linear.dequantize(module.weight, module.scales.double(), zeros)
-    (int_linear if ON_CPU else gpu).use_kernels(net)
+    int_linear.use_kernels(net, DEVICE.type)
     return net, state
 
 
@@ -141,10 +141,10 @@ COMPILED_ROWS = [*(("int8", rows, True) for rows in (1, 2, 5, 16)), ("int4", 300
 def test_the_kernels_for_integers_multiply_what_they_stand_for(quant, rows, compile):
     """Compiled, few rows go through the Triton kernels."""
     net, state = quantized(quant)
-    kernels = {"int8": gpu.modules.Int8CudaLinear, "int4": gpu.modules.Int4CudaLinear}
+    kernels = {"int8": gpu.modules.multiply_int8, "int4": gpu.modules.multiply_int4}
     for name in ("layers.0.attention.wqkv", "layers.1.feed_forward.w2", "output"):
         linear = net.get_submodule(name)
-        assert ON_CPU or type(linear) is kernels[quant]
+        assert ON_CPU or linear.kernel is kernels[quant]
         multiply = torch.compile(linear, dynamic=False) if compile else linear
         x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).bfloat16().to(DEVICE)
         weight = state[f"{name}.weight"]

@@ -1,15 +1,15 @@
 """The kernels for integers on a GPU, on a CPU: Triton's in its interpreter. tests/test_gpu.py runs them on a GPU."""
 
 import runpy
+import types
 
 import pytest
 import torch
 from helpers import ROOT
 
 import generate
-from extras import gpu
-from extras.gpu.modules import MANY, Int4CudaLinear
-from formats import sizes
+from extras.gpu.modules import MANY, unpacked, use_int4
+from formats import checkpoint, sizes
 from kernels import int_linear
 from runtime.launch import World
 
@@ -58,32 +58,33 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
 
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack", pack)
     monkeypatch.setattr(torch, "_weight_int4pack_mm", multiply)
-    linear = int_linear.IntLinear((N, K), "int4", size, bias)
+    linear = int_linear.QuantLinear((N, K), "int4", size, bias)
     linear.weight.copy_(torch.randint(0, 256, (N, K // 2), generator=g, dtype=torch.uint8))
     for tensor in filter(lambda t: t is not None, (linear.scales, linear.zeros, linear.bias)):
         tensor.copy_(torch.rand(tensor.shape, generator=g) + 0.5)
     if bias:
         linear.bias = torch.nn.Parameter(64 * linear.bias.bfloat16(), requires_grad=False)
-    packed = Int4CudaLinear(linear)
-    assert (packed.out_features, packed.in_features, packed.group_size) == (N, K, size)
     exact = int_linear.dequantize(linear.weight, linear.scales.double(), linear.zeros.double())
     middle = (linear.zeros + 8 * linear.scales).double().repeat_interleave(size, dim=1)  # which is rounded
-    assert ((packed.dequantized() - exact).abs() <= 2**-8 * (middle.abs() + exact.abs())).all()
+    use_int4([linear])
+    assert ((unpacked(linear) - exact).abs() <= 2**-8 * (middle.abs() + exact.abs())).all()
     x = torch.randn(2, MANY // 2, K, generator=g).bfloat16()
     for part in x, x[:, :-1]:
-        result = part.double() @ packed.dequantized().double().T + (linear.bias if bias else 0)
-        assert ((packed(part) - result).abs() <= 2**-7 * (part.double().abs() @ exact.abs().T + 96)).all()
+        result = part.double() @ unpacked(linear).double().T + (linear.bias if bias else 0)
+        assert ((linear(part) - result).abs() <= 2**-7 * (part.double().abs() @ exact.abs().T + 96)).all()
 
 
-@pytest.mark.parametrize("quant, device, used", [
-    ("int4", "cuda", [gpu]), ("int8", "cuda", [gpu]), ("int8", "cpu", [int_linear]), ("", "cuda", []),
+@pytest.mark.parametrize("quant, device, dtype, used", [
+    ("int4", "cuda", "bfloat16", True), ("int8", "cuda", "bfloat16", True), ("int8", "cpu", "bfloat16", True),
+    ("int4", "cpu", "bfloat16", False), ("int8", "cuda", "float16", False), ("", "cuda", "bfloat16", False),
 ])  # fmt: skip
-def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, used, monkeypatch):
-    loaded, calls = object(), []
+def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, dtype, used, monkeypatch):
+    config, calls = sizes.named_size(f"1b:1:{quant}" if quant else "1b:1"), []
+    linear = int_linear.QuantLinear((8, 128), quant, 64)
+    loaded = types.SimpleNamespace(config=config, dtype=checkpoint.DTYPES[dtype], modules=lambda: [loaded, linear])
     monkeypatch.setattr(sizes, "RandomWeights", lambda *_: None)
     monkeypatch.setattr(generate, "load_shard", lambda *_: loaded)
-    for place in gpu, int_linear:
-        monkeypatch.setattr(place, "use_kernels", lambda model, place=place: calls.append((place, model)))
-    config = sizes.named_size(f"1b:1:{quant}" if quant else "1b:1")
-    assert generate.load_model(config, None, "bfloat16", World(0, 1, torch.device(device))) is loaded
-    assert calls == [(place, loaded) for place in used]
+    for key in int_linear.KERNELS:
+        monkeypatch.setitem(int_linear.KERNELS, key, lambda linears, key=key: calls.append((*key, linears)))
+    assert generate.load_model(config, None, dtype, World(0, 1, torch.device(device))) is loaded
+    assert calls == [(quant, device, [linear])] * used

@@ -216,11 +216,11 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
         load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
         for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
     )
-    compiling.use_fast_modules(fast)
+    compiling.use_decode_kernels(fast)
     layer, gated = fast.layers[0].attention, fast.layers[1].attention
-    kind = few_rows.FewRowsIntLinear if quant else few_rows.FewRowsLinear
-    assert {type(linear) for linear in (layer.wqkvz, layer.wout, gated.wqkv, gated.wo)} == {kind}
-    assert type(gated) is modules.DecodeAttention and type(layer.wba) is few_rows.FewRowsLinear
+    for linear in layer.wqkvz, layer.wout, gated.wqkv, gated.wo:
+        assert linear.kernel is few_rows.multiply if quant else type(linear) is few_rows.FewRowsLinear
+    assert gated.attend is modules.decode_attend and type(layer.wba) is few_rows.FewRowsLinear
     with torch.inference_mode():
         exact, plain, fast = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain, fast))
     assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()

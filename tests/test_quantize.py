@@ -132,7 +132,7 @@ def integers(N, K, size, seed=0):
 def test_a_rank_without_rows_of_the_output_head():
     config = dataclasses.replace(INT8, vocab_size=9)
     net = tp.load_shard(config, StateWeights(quantized_state(config)), torch.bfloat16, "cpu", 3, (1,) * 4)
-    for use in (int_linear.use_kernels, compiling.use_fast_modules):
+    for use in (functools.partial(int_linear.use_kernels, kernel_set="cpu"), compiling.use_decode_kernels):
         use(net)
         assert net.output(numbers(2, 40, 64).bfloat16()).shape == (2, 40, 0)
 
@@ -158,9 +158,9 @@ def expected_logits(config):
 
 def check_model(config, dtype, tolerance, fast=False, compile=False):
     """Return a quantized model, if `fast` with fast modules, after comparing its logits with what its numbers say."""
-    int_linear.use_kernels(net := int_shard(config, dtype))
+    int_linear.use_kernels(net := int_shard(config, dtype), "cpu")
     if fast:
-        compiling.use_fast_modules(net)
+        compiling.use_decode_kernels(net)
     logits = last_logits(net, *unequal_rows(config), compile=compile)
     for row, expected in zip(logits, expected_logits(config), strict=True):
         assert (row - expected).abs().max() < tolerance * expected.abs().max()
@@ -186,7 +186,7 @@ def rank_logits(world, cases, tokens, lengths, compile):
     out = []
     for config, dtype in cases:
         net = int_shard(config, dtype, world)
-        int_linear.use_kernels(net)
+        int_linear.use_kernels(net, "cpu")
         out.append(last_logits(net, tokens, lengths, compile=compile))
     return out
 

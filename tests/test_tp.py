@@ -217,7 +217,7 @@ def test_compiled_ranks_compute_it_over_gloo_too():
 def bfloat16_logits(world, config, compile):
     """Return this rank's logits, plain and with few_rows.cpp, which --compile takes."""
     nets = [shard(config, world, torch.bfloat16) for _ in range(2)]
-    compiling.use_fast_modules(nets[1])
+    compiling.use_decode_kernels(nets[1])
     return [last_logits(net, *unequal_rows(config), compile=c) for net, c in zip(nets, (False, compile), strict=True)]
 
 

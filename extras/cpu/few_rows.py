@@ -1,4 +1,4 @@
-"""Matrix products of few rows on a CPU, by few_rows.cpp: the operators, the layout of their integers, the modules."""
+"""Matrix products of few rows on a CPU, by few_rows.cpp: the operators, the layout of their integers, the kernel."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from extras.cpp import load_operators
 from formats.checkpoint import empty_in_huge_pages
-from kernels.int_linear import Int8Linear, Integers, IntLinear, recast, swap, unpack
+from kernels.int_linear import add_bias, unpack
 from runtime import cxx
 
 # up to so many rows of x few_rows.cpp is faster (benchmarks/decode.md); without oneDNN's bfloat16 it always is
@@ -36,14 +36,21 @@ def build():
     torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
 
 
-class FewRowsLinear(nn.Linear):
-    """A linear that multiplies few rows with few_rows.cpp."""
+class FewRowsLinear(nn.Module):
+    """An nn.Linear's weight and bias; few rows are multiplied by few_rows.cpp."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.out_features, self.in_features = linear.out_features, linear.in_features
 
     def forward(self, x):
         if x.numel() > FEW * x.shape[-1]:
             return F.linear(x, self.weight, self.bias)
-        y = torch.ops.ladder.few_rows(x, self.weight)
-        return y if self.bias is None else y + self.bias
+        return add_bias(torch.ops.ladder.few_rows(x, self.weight), self)
+
+
+# ---- The kernel of int_linear.QuantLinear ----------------------------------------------------------------------------
 
 
 def packed_shape(weight, scales, zeros):
@@ -83,46 +90,25 @@ def pack(weight, scales, zeros, out=None):
     return packed
 
 
-class Packed(nn.Module):
-    """A matrix (N, K) of int_linear.Integers, in the layout of pack(). out: as there."""
-
-    def __init__(self, integers, out):
-        super().__init__()
-        weight = pack(integers.weight, integers.scales, integers.zeros, out)
-        self.weight, self.bits = nn.Parameter(weight, requires_grad=False), 8 if integers.zeros is None else 4
-        self.bias = getattr(integers, "bias", None)
-        self.out_features, self.in_features = integers.out_features, integers.in_features
+def multiply(x, linear):
+    """Multiply few rows by the integers, many by floats made of pieces of them."""
+    few = x.numel() <= FEW_INT * x.shape[-1]
+    operator = torch.ops.ladder.few_rows_int if few else torch.ops.ladder.many_rows_int
+    return add_bias(operator(x, linear.weight, linear.out_features, linear.in_features, linear.bits), linear)
 
 
-class FewRowsIntLinear(Packed):
-    """x (..., K) -> x W^T + bias (..., N): few rows by the integers, many by floats made of pieces of them."""
+def use_integers(linears):
+    """Pack QuantLinears that are not yet packed; for those of experts there is modules.multiply_experts."""
 
-    def forward(self, x):
-        few = x.numel() <= FEW_INT * x.shape[-1]
-        multiply = torch.ops.ladder.few_rows_int if few else torch.ops.ladder.many_rows_int
-        y = multiply(x, self.weight, self.out_features, self.in_features, self.bits)
-        return y if self.bias is None else y + self.bias
+    def fits(linear):  # few_rows.cpp knows these group sizes
+        return linear.bits == 8 or linear.in_features // linear.scales.shape[-1] in (8, 16, 32, 64, 128)
 
-
-def replace_matrices(model):
-    """Replace the linears of a model on a CPU, in bfloat16, by those of few_rows.cpp."""
-
-    def fits(module):  # few_rows.cpp knows these group sizes
-        known = type(module) in (IntLinear, Int8Linear, Integers)
-        return known and (module.zeros is None or module.in_features // module.scales.shape[-1] in (8, 16, 32, 64, 128))
-
-    sizes = {m: math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in model.modules() if fits(m)}
+    linears = [linear for linear in linears if linear.kernel is not multiply and fits(linear)]
+    sizes = [math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in linears]
     # in one allocation: alone, the end of each matrix, which fills no huge page, would lie in small pages
-    memory = empty_in_huge_pages((sum(sizes.values()),), torch.uint8).split([*sizes.values()])
-    pieces = dict(zip(sizes, memory, strict=True))
-
-    def make(name, module):
-        if type(module) is nn.Linear:
-            return recast(module, FewRowsLinear)
-        if module not in pieces:
-            return None
-        new = (Packed if type(module) is Integers else FewRowsIntLinear)(module, pieces[module])
-        module.weight = None  # frees it before the next one is packed
-        return new
-
-    swap(model, make)
+    memory = empty_in_huge_pages((sum(sizes),), torch.uint8).split(sizes)
+    for linear, out in zip(linears, memory, strict=True):
+        packed = pack(linear.weight, linear.scales, linear.zeros, out)
+        linear.weight = nn.Parameter(packed, requires_grad=False)  # frees the integers before the next are packed
+        linear.scales = linear.zeros = None
+        linear.kernel = multiply

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels.int_linear import dequantize, recast
+from kernels.int_linear import dequantize
 
 FEW_TOKENS = 128  # with more, a GPU would take longer to multiply all by every expert than to read the experts
 
@@ -77,14 +77,40 @@ torch.library.impl("ladder::experts", "default", experts)
 torch.library.impl("ladder::experts", "CUDA", experts_on_a_gpu)
 
 
+# ---- The module, and its kernels: (x, chosen, w1, w3, w2) -> y, where w1, w3, w2 are modules -------------------------
+
+
+def multiply(x, chosen, w1, w3, w2):
+    """Multiply by the matrices of the experts that are chosen, on any device."""
+    compute = torch.ops.ladder.experts
+    if x.is_cuda and torch.compiler.is_compiling() and len(x) <= FEW_TOKENS:
+        # an H100 reads every expert once while it gathers as many, of integers, which become floats, twice as many
+        as_many = len(w1.weight) * (1 if w1.weight.is_floating_point() else 2)
+        compute = gathered if chosen.numel() < as_many else every
+    return compute(x, chosen, *(list(w.parameters()) for w in (w1, w3, w2)))
+
+
+def multiply_with_gradient(x, chosen, w1, w3, w2):
+    """Compute what experts() does with a gradient, which the operator has not; it is zero for an expert not chosen."""
+    return experts(x, chosen, *([w.weight.unbind()] for w in (w1, w3, w2)))
+
+
+def make_differentiable(model, compiles):
+    """Give the Experts of a model, which is compiled if it `compiles`, a kernel with a gradient."""
+    # what the compiler leaves alone, because which experts compute depends on data
+    kernel = torch.compiler.disable(multiply_with_gradient) if compiles else multiply_with_gradient
+    for module in model.modules():
+        if type(module) is Experts:
+            module.kernel = kernel
+
+
 class ExpertMatrices(nn.Module):
     """A matrix for each of E experts: weight (E, out_features, in_features)."""
 
     def __init__(self, in_features, out_features, n_experts):
         super().__init__()
+        self.out_features, self.in_features = out_features, in_features
         self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
-
-    in_features = property(lambda self: self.weight.shape[2])
 
 
 class Experts(nn.Module):
@@ -95,28 +121,8 @@ class Experts(nn.Module):
         self.w1 = ExpertMatrices(dim, neurons, n_experts)
         self.w3 = ExpertMatrices(dim, neurons, n_experts)
         self.w2 = ExpertMatrices(neurons, dim, n_experts)
+        self.kernel = multiply  # --compile on a CPU, and training, choose another one
 
     def forward(self, x, chosen):
         """Return (T, k, D): what each expert that tokens x (T, D) have chosen (T, k) makes of them."""
-        multiply = torch.ops.ladder.experts
-        if x.is_cuda and torch.compiler.is_compiling() and len(x) <= FEW_TOKENS:
-            # an H100 reads every expert once while it gathers as many, of integers, which become floats, twice as many
-            as_many = len(self.w1.weight) * (1 if self.w1.weight.is_floating_point() else 2)
-            multiply = gathered if chosen.numel() < as_many else every
-        return multiply(x, chosen, *(list(w.parameters()) for w in (self.w1, self.w3, self.w2)))
-
-
-class DifferentiableExperts(Experts):
-    """Experts with a gradient, which the operator has not. Those that no token chose get zeros."""
-
-    def forward(self, x, chosen):
-        return experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
-
-
-def make_differentiable(model, compiles):
-    """Make the Experts of a model DifferentiableExperts, which the compiler, if it `compiles`, leaves alone."""
-    for module in model.modules():
-        if type(module) is Experts:
-            recast(module, DifferentiableExperts)
-            if compiles:  # which experts compute depends on data
-                module.forward = torch.compiler.disable(module.forward)
+        return self.kernel(x, chosen, self.w1, self.w3, self.w2)

@@ -22,7 +22,6 @@ from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
 from kernels.attention import attention_metadata
-from kernels.int_linear import recast
 from model import Transformer, interleave
 from model import build as build_model
 from runtime import cli, launch, writing
@@ -62,7 +61,7 @@ def build(config, weights, world, args, is_teacher=False):
     weights: a checkpoint.Weights, or None for fresh ones.
     """
     dtype = checkpoint.DTYPES[args.compute_dtype]
-    model = recast(build_model(config), Trainee)
+    model = build_model(config, Trainee)
     if config.n_experts:
         load_extra("experts", "n_experts").make_differentiable(model, args.compile)
     if config.fixed_lanes:
