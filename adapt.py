@@ -4,7 +4,7 @@ import os
 
 if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch loads OpenMP, whose spinning threads stall others
-    from runtime.errors import load_extra
-    from runtime.launch import run
+    from extras.training.adapt import main
+    from ladder.ranks.launch import run
 
-    run(lambda: load_extra("training", "adapt.py").main())
+    run(main)

@@ -22,13 +22,16 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
-from decoding.batch import Sampler, make_cache
-from formats import checkpoint
+from ladder import benchmarking
+from ladder.benchmarking import in_turns, pivot, quartiles
+from ladder.checkpoints import checkpoint, writing
+from ladder.command_line import flags, report
+from ladder.command_line.flags import count, number
+from ladder.decoding.batch import Sampler, make_cache
+from ladder.errors import InputError
+from ladder.progress import progress
+from ladder.ranks import launch
 from model import rewired
-from runtime import benchmarking, cli, launch, report, writing
-from runtime.benchmarking import in_turns, pivot, quartiles
-from runtime.cli import count, number
-from runtime.errors import InputError, progress
 from tp import shard_plan
 
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
@@ -60,7 +63,7 @@ def make_cells(models, args, world):
         cells[wiring, batch] = generate.Runner(model, caches[key], not args.eager), prompts
     if args.eager:
         return cells
-    from runtime import compiling
+    from ladder.kernels import compiling
 
     if world.tp_size > 1 and world.device.type == "cpu":  # the ranks of a machine share the work
         world.say(f"tp {world.tp_size}: compiling {len(cells)} cells ...")
@@ -81,7 +84,7 @@ def make_cells(models, args, world):
 def measure(args, world):
     """Measure all cells on these ranks; return a line of results for each."""
     with world.together():
-        name, config = cli.read_config(args)
+        name, config = flags.read_config(args)
         wirings = list(dict.fromkeys(args.wiring))
         if world.tp_size == 1:
             wirings = ["standard"] if "standard" in wirings else wirings[:1]
@@ -148,20 +151,20 @@ def tables(lines):
 
 
 def add_flags(p):
-    """Add the flags that say which cells to measure; a sweep of extras/measure has them, too."""
-    cli.add_model_flags(p)
+    """Add the flags that say which cells to measure; a sweep over links has them, too."""
+    flags.add_model_flags(p)
     p.add_argument("--batch", type=count, nargs="+", metavar="B", help="batch sizes")
     p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
     p.add_argument("--prompt-length", type=count, metavar="N", help="random tokens of each row")
     p.add_argument("--eager", action="store_true", help="do not compile: starts at once")
-    cli.add_rank_flags(p)
-    cli.add_json_flag(p, "a line for each cell")
+    flags.add_rank_flags(p)
+    flags.add_json_flag(p, "a line for each cell")
 
 
 def parse(argv):
     gpus, cores = torch.cuda.device_count(), available_cores()
     length, new, size = (1024, 512, "8b") if gpus else (64, 32, "1b")
-    p = cli.Parser(__doc__)
+    p = flags.Parser(__doc__)
     add_flags(p)
     names = ["standard", "ladder", "parallel-ladder", "upper-bound"]
     p.set_defaults(model=size, batch=[1, 4, 16], wiring=names, prompt_length=length, json="bench.jsonl")
@@ -170,7 +173,7 @@ def parse(argv):
     p.add_argument("--new-tokens", type=number(int, 2), default=new, metavar="N", help="the first is the prefill's")
     p.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds, in which each cell generates once")
     args = p.parse_args(argv)
-    _, config = cli.read_config(args)
+    _, config = flags.read_config(args)
     for wiring in args.wiring:
         for tp in args.tp:
             shard_plan(rewired(config, wiring), 0, (1,) * tp)  # raises InputError before any rank starts

@@ -2,14 +2,15 @@
 
 import functools
 
-from decoding.batch import Sampler, make_cache
-from formats import checkpoint
-from formats.checkpoint import DTYPES
-from formats.tokenizer import TextStream, load_tokenizer
 from generate import Generation, Runner, load_model
+from ladder.checkpoints import checkpoint
+from ladder.checkpoints.checkpoint import DTYPES
+from ladder.checkpoints.tokenizer import TextStream, load_tokenizer
+from ladder.command_line.prompts import fit
+from ladder.decoding.batch import Sampler, make_cache
+from ladder.errors import InputError
+from ladder.ranks import launch
 from model import rewired
-from runtime import cli, launch
-from runtime.errors import InputError, load_extra
 
 join = functools.cache(launch.join)  # ranks meet once, for all models
 
@@ -46,11 +47,13 @@ def complete(
     device = launch.choose_device(str(model.device))  # selects it, if it is a GPU
     sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
-    _, slots = cli.fit(max_new_tokens, rows, model.config.max_seq_len)
+    _, slots = fit(max_new_tokens, rows, model.config.max_seq_len)
     cache = make_cache(model, len(rows), slots, in_buckets=compile)  # calls of about the same length share a graph
     runner = Runner(model, cache, compile)
     if draft is not None:
-        runner.draft = load_extra("drafts", "draft").of_model(draft, proposals, runner)
+        from ladder.decoding import drafts
+
+        runner.draft = drafts.of_model(draft, proposals, runner)
     generation = Generation(runner, rows, max_new_tokens, sampler, model.config.eos_ids)
     texts = pieces(tokenizer, generation)
     return texts if stream else ["".join(text) for text in zip(*texts, strict=True)]

@@ -14,20 +14,22 @@ from pathlib import Path
 import torch
 
 import tp
-from formats import checkpoint
-from formats.checkpoint import dtype_name, first_line
-from formats.compare import TOKENIZER_FILES
-from formats.huggingface import LlamaWeights, config_from_hf, group, hf_names
-from formats.tokenizer import load_tokenizer
-from runtime import cli, launch, writing
-from runtime.errors import InputError, load_extra
+from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints.checkpoint import dtype_name
+from ladder.checkpoints.compare import TOKENIZER_FILES
+from ladder.checkpoints.huggingface import LlamaWeights, config_from_hf, group, hf_names
+from ladder.checkpoints.llama2c import Llama2cWeights
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.command_line import flags
+from ladder.errors import InputError, first_line
+from ladder.ranks import launch
 
 
 def open_source(source, revision=None):
     """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file."""
     path = Path(source)
     if os.path.isfile(path):
-        weights = load_extra("sources", f"the file {source}").Llama2cWeights(path)
+        weights = Llama2cWeights(path)
         return weights, weights.config, None
     local = os.path.exists(path) or os.path.isdir(source.partition("/")[0])
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
@@ -45,7 +47,7 @@ def download(repository, revision=None):
     """Return the local snapshot of a hub model."""
     import huggingface_hub
 
-    # only extras.export.verify runs code
+    # no code of a folder is run
     patterns = ["model*.safetensors", "*.json", "*.py", *TOKENIZER_FILES]
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
@@ -98,19 +100,19 @@ def check_lanes(config):
 
 
 def main(argv=None):
-    p = cli.Parser(__doc__)
+    p = flags.Parser(__doc__)
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
     writing.add_output_flags(p, "checkpoints/1b")
-    cli.add_wiring_flags(p)
+    flags.add_wiring_flags(p)
     args = p.parse_args(argv)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     weights, own, folder = open_source(args.source, args.revision)
-    config = cli.with_wiring(own, args)
+    config = flags.with_wiring(own, args)
     check_lanes(config)
-    cli.warn_of_wiring(own, config, (1,))
+    flags.warn_of_wiring(own, config, (1,))
     values = next((name for name in weights.names() if name.endswith(".v_proj.weight")), None)
     if values is None:
         raise InputError(f"{args.source} has no tensor v_proj.weight")

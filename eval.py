@@ -19,28 +19,30 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
-from evaluation.score import SEPARATOR, divergence, total_nats
-from formats import checkpoint
-from formats.compare import check_vocabulary
-from formats.tokenizer import load_tokenizer
-from runtime import benchmarking, cli, launch, writing
-from runtime.cli import count, number
-from runtime.errors import InputError
+from ladder import benchmarking
+from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints.compare import check_vocabulary
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.command_line import flags
+from ladder.command_line.flags import count, number
+from ladder.errors import InputError
+from ladder.ranks import launch
+from ladder.scoring import SEPARATOR, divergence, total_nats
 
 
 def parse(argv):
-    p, from_two = cli.Parser(__doc__), number(int, 2)
+    p, from_two = flags.Parser(__doc__), number(int, 2)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights, e.g. demo")
     p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to score, e.g. demo/story.txt")
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
-    cli.add_rank_flags(p, sharded=True)
-    cli.add_json_flag(p, "the line")
+    flags.add_rank_flags(p, sharded=True)
+    flags.add_json_flag(p, "the line")
     p.add_argument("--compare", metavar="DIR", help="another checkpoint, in its own wiring, as the reference")
     p.add_argument("--window", type=from_two, metavar="N", help="tokens of a window; default: the context, up to 2048")
     p.add_argument("--stride", type=count, metavar="N", help="tokens between windows; default: half a window")
     p.add_argument("--max-tokens", type=from_two, metavar="N", help="score only so many tokens, e.g. 100000")
-    cli.add_wiring_flags(p)
+    flags.add_wiring_flags(p)
     return p.parse_args(argv)
 
 
@@ -122,9 +124,9 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
-        config = cli.with_wiring(own, args)
+        config = flags.with_wiring(own, args)
         if world.rank == 0:
-            cli.warn_of_wiring(own, config, world.shares)
+            flags.warn_of_wiring(own, config, world.shares)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")

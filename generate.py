@@ -4,8 +4,16 @@ python generate.py --checkpoint demo --prompt "Once upon a time"
 torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time"
 """
 
-# Every rank runs main. A decode step (Runner.new_step) is the model, then the Sampler (decoding/batch.py): each rank
-# picks candidates from its part of the vocabulary; all gather them and, by the same --seed, choose the same token.
+# From main to a token. Every rank runs all of it, and all choose the same token:
+#
+#   main                        reads the flags, meets the other ranks, loads, prints
+#     load_model                this rank's shard of the weights, and the collectives that sum over the ranks
+#     Generation.__iter__       a batch of prompts, until each row has ended
+#       Runner.prefill          runs the prompts through the model, chunk by chunk, and fills the cache
+#       Runner.step             on a CPU: decode (the model reads one token of each row), then sample, then read the ids
+#       AsyncScheduler          on a GPU: the same, but the next step starts before the ids of this one are read; with
+#                               --compile a step is one replay of a CUDA graph
+#         sample(logits, comm)  greedy: each rank's largest logit and its id are gathered; the largest of all wins
 
 import contextlib
 import functools
@@ -18,37 +26,39 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 from tqdm import tqdm
 
-from decoding.batch import BUCKET, last_tokens, make_cache, pad
-from formats import checkpoint
+from ladder.checkpoints import checkpoint
+from ladder.command_line import report
+from ladder.command_line.job import Job, parse_generation_flags
+from ladder.command_line.prompts import Printer, is_chat
+from ladder.decoding.batch import BUCKET, last_tokens, make_cache, pad
+from ladder.errors import InputError
+from ladder.progress import progress
+from ladder.ranks import launch
 from model import cache_slots
-from runtime import cli, launch, report
-from runtime.errors import InputError, find_extra, load_extra, progress  # progress: what this rank is doing
 from tp import TensorParallel, load_shard
 
-PASS_TOKENS = 1024  # the most in a pass of a prefill, all rows together: bounds the memory of activations
-MIN_TOKENS = 512  # a shorter pass is not cut in two chunks, which would take a CPU longer
+CHUNK_TOKENS = 1024  # the most in a chunk of a prefill, all rows together: bounds the memory of activations
+MIN_TOKENS = 512  # on a CPU, splitting a chunk of fewer tokens in two would make it slower
 
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     load, lanes = load_shard, config.fixed_lanes  # 8 for spd/8
     if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer; several lanes on a rank
-        load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
+        from ladder.lanes.lanes import load_lanes as load
     if world.device.type == "cpu":
         launch.keep_freed_memory()
     with world.together():  # raises an InputError of one rank on all of them
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    progress.at("preparation", timed=False)  # untimed: waiting for slower ranks is no hang
+    progress.at("preparation", timed=False)  # waiting for slower ranks is no hang
     if config.quant:
-        from kernels import int_linear
+        from ladder.kernels.table import use_kernels
 
-        if world.device.type == "cuda":
-            find_extra("gpu")  # adds its kernels to the table
-        int_linear.use_kernels(model, world.device.type)
+        use_kernels(model, world.device.type)
     if world.group is not None:
-        model.comm = TensorParallel(config, world.shares, world.group)  # extras/lanes wraps it
+        model.comm = TensorParallel(config, world.shares, world.group)
     return model
 
 
@@ -59,60 +69,72 @@ class Runner:
     """A model with its static cache, and its prefill and decode, each compiled if asked for.
 
     decode_model, prefill_model: the model, or what torch.compile made of it; called as Transformer.forward.
-    chunks: of each pass of the prefill; one computes while another's partials are summed. None: see choose_chunks.
-    Raises InputError if compiling needs a C++ compiler and there is none.
+    splits: into how many parts a chunk of the prefill is cut, of which one computes while another's partials are
+    summed. None: choose_splits decides. Raises InputError if compiling needs a C++ compiler and there is none.
     """
 
-    def __init__(self, model, cache, compile=False, compile_prefill=False, chunks=None):
-        self.model, self.cache, self.device, self.chunks = model, cache, model.device, chunks
-        self.pass_tokens, self.shows_progress = PASS_TOKENS, False  # of a long prefill, at a terminal
+    def __init__(self, model, cache, compile=False, compile_prefill=False, splits=None):
+        self.model, self.cache, self.device, self.splits = model, cache, model.device, splits
+        self.chunk_tokens, self.shows_progress = CHUNK_TOKENS, False  # of a long prefill, at a terminal
         self.compiles, self.compiles_prefill = compile, compile_prefill
         self.decode_model = self.prefill_model = model
         if compile or compile_prefill:
-            from runtime import compiling  # not in a plain run: it imports the compiler
+            from ladder.kernels import compiling  # not in a plain run: it imports the compiler
 
             self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
-        self.graphs = self.decode_model if compile and self.device.type == "cuda" else None  # for RunAhead
-        self.draft = None  # one of extras/drafts, which then makes the steps
+        self.graphs = self.decode_model if compile and self.device.type == "cuda" else None  # for AsyncScheduler
+        self.draft = None  # of ladder/decoding/drafts.py, which then makes the steps
+
+    def like(self, model, cache=None):
+        """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
+        cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
+        return Runner(model, cache, self.compiles, self.compiles_prefill, self.splits)
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, cached_tokens=0):
         """Return logits (B, v) after the last token of each row. tokens (B, S), lengths (B,): as pad makes them.
 
-        Runs passes of at most pass_tokens tokens, all rows together; forward cuts a pass in chunks that overlap.
-        cached_tokens: how many of each row's first tokens are in the cache, fewer than it has.
+        cached_tokens: how many of each row's first tokens are in the cache already, fewer than the row has.
         """
-        B, S = tokens.shape
         if self.model.config.linear_layers:  # whose state cannot be rewound
             cached_tokens = 0
         last_index, logits = lengths - 1, None
-        width = max(1, self.pass_tokens // B)  # tokens of a row in a pass
-        starts = range(cached_tokens, S, width)
-        if len(starts) > 8 and self.shows_progress:
-            starts = tqdm(starts, "prefill", leave=False, unit="pass", disable=None)  # None: shown at a terminal
-        for start in starts:
-            inputs = tokens[:, start : start + width]
-            positions = cache_length = None  # of a first pass, which reads no cache
+        for start, chunk in self.prefill_chunks(tokens, cached_tokens):
+            positions = cache_length = None  # of the first chunk, which reads no cache
             if start:
-                progress.at("prefill from token", start)
-                cache_length = start + inputs.shape[1]
-                positions = torch.arange(start, cache_length, device=tokens.device).expand(B, -1)
-            # only the pass with a row's last token counts: earlier logits are replaced, later ones dropped
-            select = (last_index - start).clamp(-1, inputs.shape[1] - 1)  # -1: this row ended in an earlier pass
-            chunks = self.choose_chunks(*inputs.shape)
-            new = self.prefill_model(inputs, positions, self.cache, cache_length, select, chunks)[:, 0]
+                cache_length = start + chunk.shape[1]
+                positions = torch.arange(start, cache_length, device=tokens.device).expand(len(tokens), -1)
+            # only the chunk with a row's last token counts: earlier logits are replaced, and later ones dropped
+            last_here = (last_index - start).clamp(-1, chunk.shape[1] - 1)  # -1: the row ended in an earlier chunk
+            splits = self.choose_splits(*chunk.shape)
+            new = self.prefill_model(chunk, positions, self.cache, cache_length, last_here, splits)[:, 0]
             logits = new if logits is None else torch.where((last_index >= start)[:, None], new, logits)
         return logits
+
+    def prefill_chunks(self, tokens, start):
+        """Yield (the index of its first token, a chunk (B, s)) of tokens (B, S) from index `start` on.
+
+        A chunk has at most chunk_tokens tokens, those of all rows together.
+        """
+        B, S = tokens.shape
+        width = max(1, self.chunk_tokens // B)
+        starts = range(start, S, width)
+        if len(starts) > 8 and self.shows_progress:
+            starts = tqdm(starts, "prefill", leave=False, unit="chunk", disable=None)  # None: shown at a terminal
+        for first in starts:
+            if first:
+                progress.at("prefill from token", first)
+            yield first, tokens[:, first : first + width]
 
     @torch.inference_mode()
     def decode(self, tokens, positions, longest):
         """Return the logits (B, S, v) after each of S new tokens (B, S) of each row, the first at its position (B,).
 
-        longest: tokens of the longest row after this pass. A draft may propose tokens beyond the cache: their logits
-        are garbage.
+        longest: how many tokens the longest row has after this pass. A draft may propose tokens beyond the cache, whose
+        logits are garbage.
         """
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        positions = positions.clamp(max=cache_slots(self.cache) - 1)  # the scrap slot
+        positions = positions.clamp(max=cache_slots(self.cache) - 1)  # the dummy slot
         return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
 
     def step(self, sequences, done, sample):
@@ -124,17 +146,16 @@ class Runner:
     def new_step(self, cached_tokens=0):
         """Return step(sequences, done, sample) -> [the new ids of each row], for one generation, before its prefill.
 
-        done: which rows have ended. With a draft, a step may return several ids of a row. On a GPU, a step starts the
-        next one before it reads its own ids, and is a CUDA graph if compiled (decoding/run_ahead.py).
+        done: which rows have ended. With a draft, a step may return several ids of a row.
         """
         if self.draft:
             self.draft.begin(cached_tokens)
             return functools.partial(self.draft.step, self)
         if self.device.type == "cpu":
             return self.step
-        from decoding.run_ahead import RunAhead
+        from ladder.decoding.async_scheduling import AsyncScheduler
 
-        return RunAhead(self)
+        return AsyncScheduler(self)
 
     def cache_length(self, longest):
         """Return how many slots of the cache a pass reads. longest: tokens of the longest row after it.
@@ -144,12 +165,12 @@ class Runner:
         unit = 1 if self.device.type == "cpu" else max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
         return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)
 
-    def choose_chunks(self, B, S):
-        """Return the number of chunks for a prefill pass of S tokens of B rows."""
+    def choose_splits(self, B, S):
+        """Return into how many parts to cut a chunk of S tokens of B rows."""
         on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs: untried
-        overlaps = not self.compiles_prefill  # compiled, all chunks' sums are waited for together: docs/exact.md
+        overlaps = not self.compiles_prefill  # compiled, all parts' sums are waited for together: docs/exact.md
         worth_it = on_cpus and overlaps and B * S >= MIN_TOKENS
-        return min(S, self.chunks or (2 if worth_it else 1))
+        return min(S, self.splits or (2 if worth_it else 1))
 
     def unguarded(self):
         """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""
@@ -186,18 +207,16 @@ class Generation:
     @torch.inference_mode()
     def __iter__(self):
         runner, step = self.runner, self.runner.new_step(self.cached_tokens)
-        progress.at("prefill")
-        start = time.perf_counter()
-        logits = runner.prefill(*pad(self.prompts, runner.device), self.cached_tokens)
-        new = self.take(self.sample(logits, runner.model.comm)[:, None].tolist())  # tolist waits for the device
-        self.prefill_s = time.perf_counter() - start
+        with progress.doing("prefill") as clock:
+            logits = runner.prefill(*pad(self.prompts, runner.device), self.cached_tokens)
+            new = self.take(self.sample(logits, runner.model.comm)[:, None].tolist())  # tolist waits for the device
+        self.prefill_s = clock.seconds
         yield new
         while not all(self.finish_reasons):
-            start = time.perf_counter()
             self.steps += 1
-            progress.at("decode step", self.steps)
-            new = self.take(step(self.sequences, self.finish_reasons, self.sample))
-            self.decode_s += time.perf_counter() - start
+            with progress.doing("decode step", self.steps) as clock:
+                new = self.take(step(self.sequences, self.finish_reasons, self.sample))
+            self.decode_s += clock.seconds
             yield new
 
     def take(self, new):
@@ -218,7 +237,6 @@ class Generation:
                 taken[row].append(token)
                 if len(self.sequences[row]) >= self.ends[row]:
                     self.finish_reasons[row] = "length"
-        progress.at("output", timed=False)  # the caller may pause
         return taken
 
     @property
@@ -239,7 +257,7 @@ def generate(*args, **kwargs):
 
 
 def load(job):
-    """Load what a cli.Job asks for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
+    """Load what a Job asks for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
     args, world, start = job.args, job.world, time.perf_counter()
     model = load_model(job.config, args.checkpoint, args.dtype, world)
     cache = make_cache(model, len(job.prompts), job.slots)
@@ -247,10 +265,12 @@ def load(job):
         runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
         runner.shows_progress = world.rank == 0
         if job.draft_source:
-            runner.draft = load_extra("drafts", "--draft").build(job, runner, load_model)
+            from ladder.decoding import drafts
+
+            runner.draft = drafts.build(job, runner)
     seconds = {"load_s": time.perf_counter() - start, "compile_s": 0.0}
     if args.compile:
-        from runtime import compiling
+        from ladder.kernels import compiling
 
         world.say("compiling ...")
         seconds["compile_s"] = compiling.warm_up(runner, job.prompts, job.max_new_tokens, job.sample)
@@ -258,13 +278,15 @@ def load(job):
 
 
 def main(argv=None):
-    args = cli.parse_generation_flags(__doc__, argv)
+    args = parse_generation_flags(__doc__, argv)
     world = launch.join(args.device, vars(args))  # this rank and the others: rank, shares, device, group
-    job = cli.Job(args, world)
+    job = Job(args, world)
     runner, seconds = load(job)
-    if cli.is_chat(args):
-        return load_extra("chat", "--chat without a prompt").chat_on_terminal(job, runner, Generation)
-    printer = cli.Printer(world.rank, job.prompts, job.tokenizer, job.max_new_tokens, show_prompt=args.chat is None)
+    if is_chat(args):
+        from ladder.chat.terminal import chat_on_terminal
+
+        return chat_on_terminal(job, runner)
+    printer = Printer(world.rank, job.prompts, job.tokenizer, job.max_new_tokens, show_prompt=args.chat is None)
     generation = Generation(runner, job.prompts, job.max_new_tokens, job.sample, job.config.eos_ids)
     with runner.unguarded():
         for ids in generation:
@@ -275,4 +297,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    import generate  # this file as others import it, so that there is one copy of its classes
+
+    launch.run(generate.main)

@@ -1,7 +1,9 @@
 """A Llama-type transformer whose residual wiring is a choice.
 
-This file is single-device mathematics: it has no rank and no process group. tp.py loads a shard of the weights into the
-same Transformer, and generate.load_model sets its `comm` to collectives that sum the partial results of all ranks.
+This file is single-device mathematics: it knows no rank and no process group. tp.py loads a rank's shard of the weights
+into the same Transformer, and generate.load_model sets its `comm` to collectives that sum the partial results of all
+ranks. The order here: the configuration; the collectives that the loop calls; the loop and the wirings; the layers; the
+Transformer.
 
 Shape letters: B batch, S sequence, T cache length, D dim, N heads, K KV heads, G = N / K query heads that share a
 KV head, H head_dim, V vocabulary, v the local part of it.
@@ -10,80 +12,235 @@ KV head, H head_dim, V vocabulary, v the local part of it.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from formats import fields
-from kernels.attention import attention_metadata, norm_heads, rope_frequencies, rotate
-from runtime.errors import load_extra  # load_extra(NAME, what needs it) imports extras/NAME
+from ladder import config_check, wiring_text
+from ladder.errors import InputError
+from ladder.kernels import int_linear
+from ladder.layers.attention_inputs import attention_metadata, norm_heads, rope_frequencies, rotate
+from ladder.layers.norms import ACTIVATIONS, NORMS
 
-# ---- The wirings -----------------------------------------------------------------------------------------------------
+# ---- The configuration -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape and the settings of a checkpoint, as in its config.json. It is never changed: rewired returns a copy.
+
+    Raises InputError for settings that make no model (ladder/config_check.py).
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_seq_len: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # see ladder/layers/rope_scaling.py
+    tie_embeddings: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    wiring: str = "standard"  # a text such as ladder:16; see ladder/wiring_text.py
+    # quantization
+    quant: str | None = None  # "int8", "int4" or None
+    group_size: int | None = None  # how many columns of int4 share a scale
+    not_quantized: tuple[str, ...] = ()  # names of matrices that stay floats
+    # attention, where a family differs from Llama
+    qkv_bias: bool = False
+    wo_bias: bool = False
+    qk_norm: bool = False
+    whole_qk_norm: bool = False  # one norm over the heads of all ranks, not one for each head
+    attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
+    score_cap: float | None = None  # scores become cap tanh(score / cap)
+    query_scale: float | None = None  # multiplies queries
+    llama4_beta: float | None = None  # multiplies them by 1 + beta ln(1 + floor(position / the original context))
+    sliding_window: int | None = None  # to how many positions a token attends, its own included
+    window_layers: tuple[int, ...] = ()  # the layers with the sliding window
+    window_rope_theta: float | None = None  # rope_theta of window_layers, which then ignore rope_scaling
+    nope_layers: tuple[int, ...] = ()  # the layers without rotary embeddings
+    rotary_dim: int | None = None  # how many dimensions of a head turn, from the first one on; None: all
+    # norms, MLPs and logits
+    norm: str = "rms"  # a name in NORMS (ladder/layers/norms.py)
+    input_norms: bool = True  # whether a sublayer norms what it reads
+    post_norms: bool = False  # whether the sum of a sublayer's partials is normed before it is added to x
+    mlp_bias: bool = False
+    activation: str = "silu"  # of the MLP's gate, a name in ACTIVATIONS
+    embedding_scale: float | None = None
+    logit_cap: float | None = None
+    # mixtures of experts: ladder/layers/mixture.py
+    n_experts: int | None = None
+    experts_per_token: int | None = None
+    expert_size: int | None = None  # neurons of an expert
+    renormalize_experts: bool = True  # whether the weights of a token's experts add up to 1
+    shared_expert_size: int | None = None  # neurons of an expert that every token takes
+    shared_expert_gate: bool = False
+    dense_layers: tuple[int, ...] = ()  # the layers of a mixture that have an ordinary MLP
+    # linear attention and Laneformer: their settings, see ladder/layers/linear_attention.py, ladder/lanes/laneformer.py
+    linear_layers: tuple[int, ...] = ()
+    linear_attention: dict | None = None
+    laneformer: dict | None = None
+
+    def __post_init__(self):
+        _ = self.layer_wirings  # is computed now, since the compiler cannot trace how text is parsed
+        config_check.check(self)
+
+    @functools.cached_property
+    def parsed(self):
+        """The parts of the text `wiring`: name, parameter, stale, lanes."""
+        return wiring_text.parse_wiring(self.wiring, find_wiring)
+
+    @functools.cached_property
+    def named_wiring(self):
+        """The Wiring that `wiring` names, with its numbers. Two are equal if they compute the same function."""
+        name, parameter, stale, lanes = self.parsed
+        if name == "farskip" and not (self.shared_expert_size or self.dense_layers):
+            name = "ladder"  # without shared experts and dense layers it is one
+        wiring = find_wiring(name)
+        period = (parameter or 2) if wiring.n_means == "period" else None
+        return dataclasses.replace(wiring, stale=stale or wiring.stale, period=period, lanes=lanes)
+
+    @functools.cached_property
+    def layer_wirings(self):
+        """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
+        chosen = wiring_text.choose_layers(self.parsed, self.named_wiring, self.n_layers)
+        return tuple(self.named_wiring if i in chosen else WIRINGS["standard"] for i in range(self.n_layers))
+
+    @property
+    def fixed_lanes(self):
+        """The number of lanes that the weights were made for, 8 in "spd/8"; None: as many as ranks (ladder/lanes/)."""
+        return self.named_wiring.lanes
+
+    @property
+    def mlps(self):
+        """{prefix of their matrices' names: neurons} of the sharded MLPs."""
+        if not self.n_experts:
+            return {"": self.intermediate_size}
+        from ladder.layers import mixture
+
+        return mixture.mlps(self)
+
+
+def rewired(config, wiring):
+    """Return the config in another wiring, or the same config where that is None. Raises InputError."""
+    return config if wiring in (None, config.wiring) else dataclasses.replace(config, wiring=wiring)
+
+
+# ---- The collectives -------------------------------------------------------------------------------------------------
+
+
+class Collectives(Protocol):
+    """What the loop asks of whoever adds up the ranks' partials. A partial is a rank's part of a sublayer's output.
+
+    tp.TensorParallel sums over the ranks of a process group, and SingleDevice, below, is the plainest form.
+
+    The arguments `newer` do not change a value. They are for the compiler, which keeps only the order that data imply:
+    it could move a wait to the front, before the sublayer that the all-reduce is to travel behind.
+    """
+
+    tp_size: int  # how many ranks there are
+    lanes: int  # how many partials an all-reduce adds up: one of each rank, or of each lane (ladder/lanes/)
+
+    def start(self, partial):
+        """Start the all-reduce of a partial (B, S, D) and return at once. What it returns is an argument of wait."""
+
+    def wait(self, pending):
+        """Return the sum (B, S, D) of all ranks' partials."""
+
+    def settle(self, x, pending, newer=()):
+        """Return x + wait(pending). newer: what was started since; compiled, the wait comes after the last of it."""
+
+    def pin(self, x, newer):
+        """Return x. Compiled, whatever reads the result comes after the last start in `newer`."""
+
+
+class SingleDevice(Collectives):
+    """The collectives of a single device, whose partial already is the sum: nothing travels."""
+
+    tp_size = lanes = 1
+
+    def start(self, partial):
+        return partial
+
+    def wait(self, pending):
+        return pending
+
+    def settle(self, x, pending, newer=()):
+        return x + pending
+
+    def pin(self, x, newer):
+        return x
+
+    # what the Sampler asks of the collectives, since each rank has the logits of its part of the vocabulary only
+
+    def local_logits(self, logits):
+        """Return (local logits padded to whole blocks, equally wide on all ranks; their first token id; V)."""
+        return pad_logits(logits, logits.shape[-1]), 0, logits.shape[-1]
+
+    def all_gather(self, x):
+        """Return every rank's x, (tp_size, *x.shape)."""
+        return x[None]
+
+    def gather_logits(self, logits):
+        """Return the logits of the whole vocabulary (..., V) from the local ones (..., v)."""
+        return logits
+
+
+VOCAB_BLOCK = 16  # token ids; a rank holds whole blocks, among which the Sampler draws alike on any number of ranks
+
+
+def pad_logits(logits, n):
+    """Pad local logits to n, rounded up to whole blocks, with the dtype's minimum, so that padding is never sampled."""
+    missing = -(-n // VOCAB_BLOCK) * VOCAB_BLOCK - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min) if missing else logits
+
+
+# ---- The loop and the wirings ----------------------------------------------------------------------------------------
 #
-# A sublayer h maps the residual x (B, S, D) to this rank's partial of its output. comm.start(partial) starts its
-# all-reduce; comm.settle(x, pending) waits for it and returns x plus the sum (SingleDevice, below; tp.TensorParallel).
-# A loop is a generator that runs all sublayers. It yields None after each start, so that interleave can run another
-# chunk of the prompt meanwhile, and x at the end. The compiler keeps only the order that data imply: `newer` ties a
-# wait to the last start, and comm.pin ties the next h to it. Neither changes a value (docs/code.md).
+# A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. A wiring says what each
+# sublayer reads. `stale` is how many of the newest sums are still missing from x when a sublayer reads it.
 
 
 def residual_loop(x, sublayers, comm, config):
-    """Run sublayers [(h, stale), ...]: each reads x without the last `stale` sums, which are still in flight.
+    """Run the sublayers [(h, stale), ...], each on x without the last `stale` sums, which are still in flight.
 
-    What h0 to h3 read; s0, s1, ... are their sums. A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})).
+    Below is what h0 to h3 read, the attentions and MLPs of two layers; s0, s1, ... are the sums of their partials.
+    A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})).
 
     standard                 stale 0 0 0 0    h0(x) h1(x+s0) h2(x+s0+s1) h3(x+s0+s1+s2)
     ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
     ladder-2                       2 2 2 2    h0(x) h1(x)    h2(x)       h3(x+s0)
     ladder:1, the last of 2 layers 0 0 1 1    h0(x) h1(x+s0) h2(x+s0)    h3(x+s0+s1)
+
+    A loop is a generator. It yields None after each start, so that interleave can run another loop meanwhile, and x at
+    its end.
     """
-    in_flight = []  # all-reduces, oldest first
+    in_flight = []  # the all-reduces that have been started and not settled, oldest first
     for h, stale in sublayers:
-        if in_flight and len(in_flight) <= stale:  # nothing to settle, as before a ladder's h1
+        if in_flight and len(in_flight) <= stale:  # nothing is to be settled, as before a ladder's h1
             x = comm.pin(x, newer=in_flight)  # keeps h behind the last start
-        while len(in_flight) > stale:  # all but the last `stale`, which travel while h computes
+        while len(in_flight) > stale:  # settle all but the last `stale`, which travel while h computes
             x = comm.settle(x, in_flight.pop(0), newer=in_flight)
         in_flight.append(comm.start(h(x)))
-        yield  # other chunks of the prompt run here
+        yield  # the loop of another part of the prompt computes here
     while in_flight:
         x = comm.settle(x, in_flight.pop(0), newer=in_flight)
     yield x
 
 
 def interleave(loops):
-    """Run loops in turns: while one's all-reduce travels, the next computes. Returns the last x of each."""
-    *_, last = zip(*loops, strict=True)  # runs all rounds; a round advances each loop to its next yield
-    return last
-
-
-def delayed_loop(x, sublayers, comm, config):
-    """Run a ladder whose h reads x + own: the other ranks' partials are late, this rank's on time."""
-    own = []  # this rank's partials whose sums are in residual_loop's in_flight, oldest first
-
-    def with_own(h, stale, x):
-        while len(own) > stale:  # residual_loop has added their sums to x
-            own.pop(0)
-        own.append(h(sum(own, start=x)))
-        return own[-1]
-
-    delayed = [(functools.partial(with_own, h, stale), stale) for h, stale in sublayers]
-    return residual_loop(x, delayed, comm, config)
-
-
-def desynced_loop(x, sublayers, comm, config):
-    """Keep every n-th all-reduce (n = config.period) and the last; between them the ranks' x drift apart.
-
-    AllReduce(x / lanes + h(x)): the lanes' mean x (see Wiring) plus the sum of their partials. upper-bound keeps none.
-    """
-    for i, (h, _) in enumerate(sublayers, start=1):
-        if config.period and (i % config.period == 0 or i == len(sublayers)):
-            pending = comm.start(x / comm.lanes + h(x))
-            yield
-            x = comm.wait(pending)
-        else:
-            x = x + h(x)
-    yield x
+    """Run loops in turns, so that one computes while another's all-reduce travels; return the last x of each."""
+    xs = ()
+    for xs in zip(*loops, strict=True):  # noqa: B007  a round advances each loop to its next yield
+        pass
+    return xs
 
 
 def attention(x, block, metadata, cache):
@@ -99,30 +256,25 @@ def attention_plus_mlp(x, block, metadata, cache):
     return block.attention(x, metadata, cache) + block.feed_forward(x)
 
 
-def attention_into_mlp(x, block, metadata, cache):
-    """Sync-point drop: the MLP reads the local partial y of the attention, without an all-reduce between them."""
-    y = attention(x, block, metadata, cache)
-    return y + mlp(x + y, block, metadata, cache)
-
-
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """The sublayers, and what they read.
+    """The sublayers of a model, and what they read.
 
-    Config.wiring is NAME[-stale][:n][/lanes]: ladder-2 is two sublayers late, ladder:8 wires the last eight layers,
-    desync:4 keeps every fourth sum. Some wirings depend on the number of lanes, shards that each keep their own x:
-    spd/8 has eight lanes, on 1, 2, 4 or 8 ranks; spd has one lane per rank. Layers left over by `blocks` are standard.
+    Config.wiring is NAME[-stale][:n][/lanes]. For example, ladder-2 is two sublayers late, and ladder:8 wires the last
+    eight layers as a ladder; the others are standard, as are layers that `blocks` leaves over.
     """
 
     about: str  # its line of --help
     sublayers: tuple[Callable, ...] = (attention, mlp)  # of a block
-    blocks: int = 1  # how many share inputs: one sum for all their attentions, one for all their MLPs
-    loop: Callable = residual_loop  # runs the sublayers, as described above
-    stale: int = 0  # how many of the last sums a sublayer does not wait for
-    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # those of a block, which its sublayers use
-    n_means: str | None = "layers"  # what n means: "layers", the last n; "period", every n-th sum; None: there is no n
-    depends_on_lanes: bool = False  # whether what it computes depends on the number of lanes
-    model: type | None = None  # its own subclass of Transformer, with a check(config); extras/lanes loads it
+    blocks: int = 1  # how many neighbouring blocks read one input, with one sum for all their attentions or MLPs
+    loop: Callable = residual_loop  # runs the sublayers, as described there
+    stale: int = 0  # how many of the newest sums a sublayer does not wait for
+    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
+    n_means: str | None = "layers"  # what n is: "layers", the last n; "period", every n-th sum; None: there is no n
+    depends_on_lanes: bool = False  # whether it computes another function on another number of lanes (ladder/lanes/)
+    lanes: int | None = None  # L of NAME/L
+    period: int | None = None  # n of desync:n, which keeps every n-th sum
+    model: type | None = None  # the subclass of Transformer that it needs, if any
 
 
 WIRINGS = {
@@ -132,13 +284,23 @@ WIRINGS = {
     "parallel-ladder": Wiring("parallel, one block late", (attention_plus_mlp,), stale=1, norms=("attention_norm",)),
     "pair": Wiring("two neighbouring blocks of one input", blocks=2),
     "pair-ladder": Wiring("pair, one sublayer late", blocks=2, stale=1),
-    "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True),
-    "spd-ladder": Wiring("spd, one block late", (attention_into_mlp,), stale=1, depends_on_lanes=True),
-    "delayed": Wiring("a ladder, but own partials are on time", loop=delayed_loop, stale=1, depends_on_lanes=True),
-    "desync": Wiring("only every n-th sum (n=2)", loop=desynced_loop, n_means="period", depends_on_lanes=True),
-    "upper-bound": Wiring("no sums: a bound on speed", loop=desynced_loop, n_means=None, depends_on_lanes=True),
 }
-WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the extra whose import adds it to WIRINGS
+
+
+def all_wirings():
+    """Return {name: Wiring}: WIRINGS, and those that are made of the same parts elsewhere."""
+    from ladder.lanes.wirings import LANE_WIRINGS  # whose function depends on the number of lanes
+    from ladder.layers.farskip import FARSKIP  # for mixtures with a shared expert
+
+    return WIRINGS | {"farskip": FARSKIP} | LANE_WIRINGS
+
+
+def find_wiring(name):
+    """Return the Wiring of this name. Raises InputError if there is none."""
+    wirings = WIRINGS if name in WIRINGS else all_wirings()
+    if name not in wirings:
+        raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings)}")
+    return wirings[name]
 
 
 # ---- The layers ------------------------------------------------------------------------------------------------------
@@ -147,12 +309,13 @@ WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the e
 def attend(q, k, v, mask, positions, window, score_cap):
     """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
 
-    mask: (B, S, T'), T' <= T. positions (B, S), of q, and window: for other kernels, which take no mask.
+    mask: (B, S, T'), T' <= T; only the first T' slots are read. positions (B, S), of q, and window: for other kernels
+    in this one's place, which take no mask.
     """
-    # The G query heads of a KV head become one head of G * S queries: no key is ever copied.
+    # The G query heads of a KV head become one head of G * S queries, so that no key is ever copied.
     B, _, G, S, H = q.shape
     mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
-    k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]  # T' slots
+    k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
     if score_cap:
         scores = (q.flatten(2, 3) * H**-0.5 @ k.mT).float()
         scores = score_cap * (scores / score_cap).tanh()
@@ -161,10 +324,11 @@ def attend(q, k, v, mask, positions, window, score_cap):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. wqkv is not [all q, all k, all v] but a group of rows for each KV head: its G query
-    heads (with attention_gate, each followed by its gate), its key, its value.
+    """Grouped-query attention.
 
-    A rank holds whole groups, or one KV head and some of its query heads (tp.head_ranges): the shapes tell how many.
+    wqkv holds a group of rows for each KV head: its G query heads (with attention_gate, each followed by its gate), its
+    key and its value. A rank holds whole groups, or one KV head and some of its query heads (tp.head_ranges); how many
+    it holds is read from the shapes.
     """
 
     def __init__(self, config, layer):
@@ -173,13 +337,14 @@ class Attention(nn.Module):
         self.rotates = layer not in config.nope_layers
         self.head_dim, self.score_cap, self.whole_norm = config.head_dim, config.score_cap, config.whole_qk_norm
         self.gates = int(config.attention_gate)  # of a query head: 0 or 1
-        n_heads, n_kv_heads, make_norm = config.n_heads, config.n_kv_heads, fields.NORMS[config.norm]
-        width = (n_heads * (1 + self.gates) + 2 * n_kv_heads) * self.head_dim
-        self.wqkv = nn.Linear(config.dim, width, bias=config.qkv_bias)
-        self.wo = nn.Linear(n_heads * self.head_dim, config.dim, bias=config.wo_bias)
-        for name, heads in ("q_norm", n_heads), ("k_norm", n_kv_heads):
-            size = self.head_dim * (heads if self.whole_norm else 1)
-            self.add_module(name, make_norm(size, config.norm_eps) if config.qk_norm else nn.Identity())
+        N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
+        self.wqkv = nn.Linear(config.dim, (N * (1 + self.gates) + 2 * K) * H, bias=config.qkv_bias)
+        self.wo = nn.Linear(N * H, config.dim, bias=config.wo_bias)
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        if config.qk_norm:
+            make_norm = NORMS[config.norm]
+            self.q_norm = make_norm(N * H if self.whole_norm else H, config.norm_eps)
+            self.k_norm = make_norm(K * H if self.whole_norm else H, config.norm_eps)
         self.attend = attend  # --compile may choose another kernel
 
     @property
@@ -189,8 +354,8 @@ class Attention(nn.Module):
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D).
 
-        metadata: AttentionMetadata (kernels/attention.py), the same for all layers: positions, rope, masks, comm, ...
-        cache: None or (k, v), both (B, K, T, H), written to.
+        metadata: what all layers share of this pass: positions, rope, masks (ladder/layers/attention_inputs.py).
+        cache: None or (k, v), both (B, K, T, H), which are written to.
         """
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, *, S, H)
@@ -223,9 +388,11 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """The gated MLP. A rank holds some of its neurons: rows of w1 and w3, columns of w2."""
+
     def __init__(self, dim, neurons, bias=False, activation="silu"):
         super().__init__()
-        self.activation = fields.ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[activation]
         self.w1 = nn.Linear(dim, neurons, bias)  # gate
         self.w3 = nn.Linear(dim, neurons, bias)  # up
         self.w2 = nn.Linear(neurons, dim, bias)  # down
@@ -235,23 +402,51 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """The weights of one layer, without a forward: the sublayers above compute with them."""
+    """The weights of one layer. It has no forward: the sublayers of its wiring compute with them."""
 
     def __init__(self, config, layer):
         super().__init__()
-        make_attention = Attention
         if layer in config.linear_layers:
-            make_attention = load_extra("linear_attention", "linear_layers").GatedDeltaNet
-        self.attention = make_attention(config, layer)
+            from ladder.layers.linear_attention import GatedDeltaNet
+
+            self.attention = GatedDeltaNet(config, layer)
+        else:
+            self.attention = Attention(config, layer)
         if config.n_experts and layer not in config.dense_layers:
-            self.feed_forward = load_extra("experts", "n_experts").MoE(config)
+            from ladder.layers.mixture import MoE
+
+            self.feed_forward = MoE(config)
         else:
             self.feed_forward = FeedForward(config.dim, config.intermediate_size, config.mlp_bias, config.activation)
-        make = functools.partial(fields.NORMS[config.norm], config.dim, config.norm_eps)
-        for name in config.layer_wirings[layer].norms:
-            self.add_module(name, make() if config.input_norms else nn.Identity())
-        if config.sum_norms:
-            self.attention_sum_norm, self.ffn_sum_norm = make(), make()
+        make_norm = functools.partial(NORMS[config.norm], config.dim, config.norm_eps)
+        used = config.layer_wirings[layer].norms
+        if "attention_norm" in used:
+            self.attention_norm = make_norm() if config.input_norms else nn.Identity()
+        if "ffn_norm" in used:
+            self.ffn_norm = make_norm() if config.input_norms else nn.Identity()
+        if config.post_norms:  # PostNormSums applies them to the sums of this layer's partials
+            self.attention_post_norm, self.ffn_post_norm = make_norm(), make_norm()
+
+
+class PostNormSums(Collectives):
+    """Collectives for models with post_norms: settle returns x + norm(wait(pending)).
+
+    norms: one for each sublayer, in the order of their starts.
+    """
+
+    def __init__(self, comm, norms):
+        self.comm, self.norms, self.lanes = comm, iter(norms), comm.lanes
+
+    def start(self, partial):
+        return self.comm.start(partial), next(self.norms)
+
+    def settle(self, x, pending, newer=()):
+        started, norm = pending
+        # the sum is settled onto zeros, since wait has no `newer`
+        return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
+
+    def pin(self, x, newer):
+        return self.comm.pin(x, [later for later, _ in newer])
 
 
 def list_sublayers(config, layers, metadata=None, cache=None):
@@ -265,21 +460,19 @@ def list_sublayers(config, layers, metadata=None, cache=None):
     return sublayers
 
 
-def _add_partials(sublayer, side_by_side, x):  # usually one block
+def _add_partials(sublayer, side_by_side, x):  # usually of one block
     first, *others = [sublayer(x, *arguments) for arguments in side_by_side]
     return sum(others, start=first)
 
 
-def cache_slots(cache):
-    """Return the slots T (1 if no layer has any). The last is scrap: positions past the end are written there."""
-    return next((keys.shape[2] for keys, _ in cache if keys.dim() == 4), 1)
+# ---- The model -------------------------------------------------------------------------------------------------------
 
 
 class Transformer(nn.Module):
     """The whole model, or the shard of a rank: tp.load_shard makes it, and generate.load_model sets `comm`.
 
-    forward makes a loop over all sublayers for each chunk of the prompt; usually there is one. A standard layer:
-    x = x + AllReduce(attention(attention_norm(x))), x = x + AllReduce(feed_forward(ffn_norm(x))).
+    forward makes a loop over all sublayers. A prompt may be cut into several parts ("sequence split"), each with a loop
+    of its own; then one part computes while another's all-reduce travels.
     """
 
     def __init__(self, config):
@@ -290,43 +483,45 @@ class Transformer(nn.Module):
         table = torch.empty(config.vocab_size, config.dim)
         self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
-        self.norm = fields.NORMS[config.norm](config.dim, config.norm_eps)
+        self.norm = NORMS[config.norm](config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
 
     device = property(lambda self: self.norm.weight.device)
     dtype = property(lambda self: self.norm.weight.dtype)  # of activations, and of weights that are not quantized
 
-    def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, chunks=1):
-        """Return the local logits (B, S, v) of tokens (B, S) int64; with select (B,), those at that index (B, 1, v).
+    def forward(self, tokens, positions=None, cache=None, cache_length=None, last_index=None, splits=1):
+        """Return the local logits (B, S, v) of tokens (B, S) int64; with last_index (B,) those of one token (B, 1, v).
 
-        forward(tokens)                                          training, scoring: from position 0, padded at the right
-        forward(tokens, None, cache, None, select)               prefill, its first pass: also fills the cache
-        forward(tokens, positions, cache, cache_length, select)  later passes; decode, without select
+        There are three calls:
+        forward(tokens)                                      training, scoring: from position 0, padded on the right
+        forward(tokens, None, cache, None, last_index)       the first chunk of a prefill, which fills the cache
+        forward(tokens, positions, cache, cache_length, ...) its later chunks, with last_index; decode, without
 
-        positions (B, S); None: every row starts at 0. cache: new_cache's, written in place (by linear attention up to
-        `select`; -1: the row ended in an earlier pass). cache_length: slots to read, this pass's included. chunks: how
-        many to cut S into, so that one computes while another's all-reduce travels; more than 1 need a cache.
+        positions (B, S): None if every row starts at position 0. cache: made by new_cache and written in place.
+        cache_length: how many slots to read, those of this pass included. last_index: the index among these tokens of
+        each row's last token, which is followed by padding; -1 for a row that ended in an earlier chunk. splits: into
+        how many parts to cut the sequence; more than 1 need a cache.
         """
-        x = torch.cat(interleave(self.chunk_loops(tokens, positions, cache, cache_length, select, chunks)), dim=1)
-        return self.head(x, select)
+        x = torch.cat(interleave(self.split_loops(tokens, positions, cache, cache_length, last_index, splits)), dim=1)
+        return self.head(x, last_index)
 
-    def chunk_loops(self, tokens, positions, cache, cache_length, select, chunks):
-        """Yield the loop of each chunk of the sequence; the arguments are those of forward.
+    def split_loops(self, tokens, positions, cache, cache_length, last_index, splits):
+        """Yield the loop of each part of the sequence; the arguments are those of forward.
 
-        In each layer a chunk attends to the keys of those before it, which interleave has put into the cache.
+        In each layer a part attends to the keys of the parts before it, which interleave has put into the cache.
         """
         S, fresh = tokens.shape[1], positions is None
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
-        n_keys = 0 if fresh else cache_length - S  # slots to read before this chunk's
-        last = None if select is None else positions[:, :1] + select[:, None]  # the position of each selected token
-        max_length = cache_slots(cache) - 1 if cache else S  # without the scrap slot
-        for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
+        n_keys = 0 if fresh else cache_length - S  # how many slots to read before those of this part
+        last = None if last_index is None else positions[:, :1] + last_index[:, None]  # as positions
+        max_length = cache_slots(cache) - 1 if cache else S  # without the dummy slot
+        for part, at in zip(tokens.tensor_split(splits, 1), positions.tensor_split(splits, 1), strict=True):
             causal = fresh and n_keys == 0  # it attends to nothing but itself, and needs no mask
-            n_keys += chunk.shape[1]
+            n_keys += part.shape[1]
             keys = None if causal else torch.arange(n_keys, device=tokens.device)
-            yield self.loop(self.embed(chunk), attention_metadata(self, at, keys, max_length, last), cache)
+            yield self.loop(self.embed(part), attention_metadata(self, at, keys, max_length, last), cache)
 
     def embed(self, tokens):
         """Return the embeddings (B, S, D) of tokens (B, S)."""
@@ -336,15 +531,15 @@ class Transformer(nn.Module):
     def loop(self, x, metadata, cache=None):
         """Return the loop from the embeddings x (B, S, D) to the last layer."""
         comm = self.comm
-        if self.config.sum_norms:
-            comm = NormedSums(comm, [n for b in self.layers for n in (b.attention_sum_norm, b.ffn_sum_norm)])
+        if self.config.post_norms:
+            comm = PostNormSums(comm, [n for b in self.layers for n in (b.attention_post_norm, b.ffn_post_norm)])
         sublayers = list_sublayers(self.config, self.layers, metadata, cache)
         return self.config.named_wiring.loop(x, sublayers, comm, self.config)
 
-    def head(self, x, select=None):
-        """Return the logits of the last layer's x (B, S, D); select: as in forward."""
-        if select is not None:
-            x = x[torch.arange(len(x), device=x.device)[:, None], select[:, None]]
+    def head(self, x, last_index=None):
+        """Return the local logits of the last layer's x (B, S, D); last_index: as in forward."""
+        if last_index is not None:
+            x = x[torch.arange(len(x), device=x.device)[:, None], last_index[:, None]]
         return self.logits(self.norm(x))
 
     def logits(self, x):
@@ -357,186 +552,21 @@ class Transformer(nn.Module):
         return [block.attention.new_cache(batch, length, self.device, self.dtype) for block in self.layers]
 
 
+def cache_slots(cache):
+    """Return the number of slots T of a cache, 1 if no layer has any.
+
+    The last is a dummy slot, which no pass reads: whatever lies past the end of the cache is written there.
+    """
+    return next((keys.shape[2] for keys, _ in cache if keys.dim() == 4), 1)
+
+
 def build(config, kind=None):
     """Return a Transformer, or its subclass `kind`, quantized as its config says, on "meta", so without its weights."""
     with torch.device("meta"):
         model = (kind or config.named_wiring.model or Transformer)(config)
         if config.quant:
-            from kernels import int_linear
-
             int_linear.replace_matrices(model)
         if config.tie_embeddings:
             for name, parameter in model.tok_embeddings.named_parameters():
                 setattr(model.output, name, parameter)
     return model
-
-
-# ---- The configuration -----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The shape and settings of a checkpoint, as in its config.json. Raises InputError."""
-
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_seq_len: int
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # see kernels/rope_scaling.py
-    tie_embeddings: bool = False
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
-    wiring: str = "standard"  # see fields.parse_wiring
-    # quantization
-    quant: str | None = None  # "int8", "int4" or None
-    group_size: int | None = None  # of int4, in columns
-    kept: tuple[str, ...] = ()  # names of matrices that are not quantized
-    # what only some families have: attention
-    qkv_bias: bool = False
-    wo_bias: bool = False
-    qk_norm: bool = False
-    whole_qk_norm: bool = False  # one norm over the heads of all ranks, not one per head
-    attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
-    score_cap: float | None = None  # scores become cap tanh(score / cap)
-    query_scale: float | None = None  # multiplies queries
-    llama4_beta: float | None = None  # multiplies them by 1 + beta ln(1 + floor(position / the original context))
-    sliding_window: int | None = None  # how many positions a token attends to, itself included
-    window_layers: tuple[int, ...] = ()  # layers with the sliding window
-    window_rope_theta: float | None = None  # rope_theta of window_layers, which then ignore rope_scaling
-    nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
-    rotary_dim: int | None = None  # how many dimensions of a head turn, the first ones; None: all
-    # norms, MLPs and logits
-    norm: str = "rms"  # one of fields.NORMS
-    input_norms: bool = True  # of what a sublayer reads
-    sum_norms: bool = False  # of the sum of a sublayer's partials, before it is added to x
-    mlp_bias: bool = False
-    activation: str = "silu"  # of the MLP's gate, one of fields.ACTIVATIONS
-    embedding_scale: float | None = None
-    logit_cap: float | None = None
-    # extras/experts, a mixture of experts
-    n_experts: int | None = None
-    experts_per_token: int | None = None
-    expert_size: int | None = None  # neurons of an expert
-    renormalize_experts: bool = True  # whether the weights of a token's experts add up to 1
-    shared_expert_size: int | None = None  # neurons of an expert that every token takes
-    shared_expert_gate: bool = False
-    dense_layers: tuple[int, ...] = ()  # layers of a mixture with an ordinary MLP
-    # extras/linear_attention, extras/lanes: their settings
-    linear_layers: tuple[int, ...] = ()
-    linear_attention: dict | None = None
-    laneformer: dict | None = None
-
-    def __post_init__(self):
-        _ = self.layer_wirings  # once, now: the compiler cannot trace how text is parsed
-        fields.check(self)
-
-    parsed = functools.cached_property(lambda self: fields.parse_wiring(self.wiring, WIRINGS, WIRINGS_IN_EXTRAS))
-
-    @functools.cached_property
-    def named_wiring(self):
-        """The Wiring that `wiring` names."""
-        stale, name = self.parsed.stale, self.parsed.name
-        if name == "farskip" and not (self.shared_expert_size or self.dense_layers):
-            name = "ladder"  # farskip without shared experts and dense layers is a ladder
-        return dataclasses.replace(WIRINGS[name], stale=stale) if stale else WIRINGS[name]
-
-    fixed_lanes = property(lambda self: self.parsed.lanes)  # 8 in "spd/8"; None: as many as ranks
-
-    @property
-    def period(self):
-        """n if desync keeps every n-th all-reduce, else None."""
-        return (self.parsed.parameter or 2) if self.named_wiring.n_means == "period" else None
-
-    @functools.cached_property
-    def layer_wirings(self):
-        """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
-        chosen = fields.choose_layers(self.parsed, self.named_wiring, self.n_layers)
-        return tuple(self.named_wiring if i in chosen else WIRINGS["standard"] for i in range(self.n_layers))
-
-    @property
-    def mlps(self):
-        """{prefix of their matrices' names: neurons} of the sharded MLPs."""
-        return load_extra("experts", "n_experts").mlps(self) if self.n_experts else {"": self.intermediate_size}
-
-    @property
-    def wiring_key(self):
-        """A key that two configs share if their wirings compute the same: ladder:8 of 8 layers is ladder."""
-        return self.layer_wirings, self.period, self.fixed_lanes
-
-
-def rewired(config, wiring):
-    """Return the config in another wiring, or the same config where that is None. Raises InputError."""
-    return config if wiring in (None, config.wiring) else dataclasses.replace(config, wiring=wiring)
-
-
-# ---- Collectives without ranks, and what the output head shares with tp.py -------------------------------------------
-
-
-class SingleDevice:
-    """The collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones."""
-
-    tp_size = 1  # ranks
-    lanes = 1  # partials that an all-reduce adds up: one from each rank, or several with extras/lanes
-
-    def start(self, partial):
-        """Start the all-reduce of a partial and return at once; the result is the argument of wait."""
-        return partial
-
-    def wait(self, pending):
-        """Return the sum of all ranks' partials."""
-        return pending
-
-    def settle(self, x, pending, newer=()):
-        """Return x + wait(pending). newer: the all-reduces started since; compiled, it waits after the last start."""
-        return x + pending
-
-    def pin(self, x, newer):
-        """Return x. Compiled, what reads it comes after the last start in `newer`."""
-        return x
-
-    def local_logits(self, logits):
-        """Return (local logits padded to whole blocks, equally wide on all ranks; their first token id; V)."""
-        return pad_logits(logits, logits.shape[-1]), 0, logits.shape[-1]
-
-    def all_gather(self, x):
-        """Return every rank's x, (tp_size, *x.shape)."""
-        return x[None]
-
-    def gather_logits(self, logits):
-        """Return the logits of the whole vocabulary (..., V) from the local ones (..., v)."""
-        return logits
-
-
-class NormedSums:
-    """The collectives of a loop whose sums are normed before they are added: settle returns x + norm(wait(pending)).
-
-    norms: one for each sublayer, in the order of their starts. Not x + norm(wait(...)): only settle takes `newer`.
-    """
-
-    def __init__(self, comm, norms):
-        self.comm, self.norms, self.lanes = comm, iter(norms), comm.lanes
-
-    def start(self, partial):
-        return self.comm.start(partial), next(self.norms)
-
-    def settle(self, x, pending, newer=()):
-        started, norm = pending
-        return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
-
-    def pin(self, x, newer):
-        return self.comm.pin(x, [later for later, _ in newer])
-
-
-VOCAB_BLOCK = 16  # token ids: ranks hold whole blocks, among which Sampler draws alike on any number of ranks
-
-
-def pad_logits(logits, n):
-    """Pad local logits to n, rounded up to whole blocks, with the dtype's minimum, so that padding is never sampled."""
-    missing = -(-n // VOCAB_BLOCK) * VOCAB_BLOCK - logits.shape[-1]
-    return F.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min) if missing else logits

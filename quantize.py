@@ -1,4 +1,4 @@
-"""Write a checkpoint's matrices as integers of 8 or 4 bits; kernels/int_linear.py says how these are stored.
+"""Write a checkpoint's matrices as integers of 8 or 4 bits; ladder/kernels/int_linear.py says how these are stored.
 
 python quantize.py --checkpoint DIR --mode int8 --out DIR2
 python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep output --out DIR2
@@ -9,10 +9,11 @@ import functools
 
 import torch
 
-from formats import checkpoint
+from ladder.checkpoints import checkpoint, writing
+from ladder.command_line import flags
+from ladder.errors import InputError
+from ladder.ranks import launch
 from model import build
-from runtime import cli, launch, writing
-from runtime.errors import InputError
 from tp import shard_plan
 
 PIECE = 2**18  # numbers that are quantized at a time: few enough for the cache
@@ -95,19 +96,19 @@ def quantized(weights, config, iterations):
 
 
 def main(argv=None):
-    p = cli.Parser(__doc__)
+    p = flags.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
     p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer")
     p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
     p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. output,tok_embeddings")
     rounds = "int4: rounds of the fit of scales; 0 rounds to nearest"
-    p.add_argument("--iterations", type=cli.number(int, 0), default=20, metavar="N", help=rounds)
+    p.add_argument("--iterations", type=flags.number(int, 0), default=20, metavar="N", help=rounds)
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")
     args = p.parse_args(argv)
     config, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
-    new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)
+    new = dataclasses.replace(config, quant=args.mode, group_size=group_size, not_quantized=kept)
     shard_plan(new, 0, (1,) * (new.fixed_lanes or 1))  # refuses lanes that would cut groups
     for name, shape in writing.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)

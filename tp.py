@@ -1,28 +1,42 @@
 """Tensor parallelism: the collectives of a forward pass, and which rank holds what of the weights.
 
+An example: an MLP with 4 neurons on two equal ranks, y = w2 (act(w1 x) * w3 x). Each rank computes with its own half of
+the neurons, and the two partial y add up to the whole one:
+
+                rank 0           rank 1
+    w1, w3      rows 0, 1        rows 2, 3        column-parallel: a rank reads all of x and computes its neurons
+    w2          columns 0, 1     columns 2, 3     row-parallel: a rank adds up its neurons, the all-reduce the ranks
+
+Attention is shared out in the same way by its heads: wqkv by rows, wo by columns.
+
 Rank and shares are arguments, so one process can build any rank's shard. shares: the ranks' relative sizes, (1, 1) for
 two equal ones. Ranges are half-open: (first, end) of heads, (start, stop) of rows or columns. Shape letters: model.py.
 """
 
 import math
+import re
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-from formats.checkpoint import check_shape, read_slice
-from model import VOCAB_BLOCK, build, pad_logits
-from runtime.errors import InputError, load_extra, progress
+from ladder.checkpoints.checkpoint import check_shape, read_slice
+from ladder.errors import InputError
+from ladder.progress import progress
+from model import VOCAB_BLOCK, Collectives, build, pad_logits
 
 # ---- The collectives -------------------------------------------------------------------------------------------------
 
 
-class TensorParallel:
-    """The collectives of a process group, which runtime/ranks.py makes; model.SingleDevice says what each does."""
+class TensorParallel(Collectives):
+    """The collectives that sum over the ranks of a process group; model.Collectives says what each call does.
+
+    --comm names how the group sums: by gloo or NCCL, or in one of the ways of ladder/ranks/meeting.py.
+    """
 
     def __init__(self, config, shares, group):
-        from kernels import ordered  # noqa: F401, defines torch.ops.ladder
+        from ladder.kernels import ordered  # noqa: F401, defines torch.ops.ladder
 
         self.tp_size = self.lanes = len(shares)
         self.vocab_size, self.group_name = config.vocab_size, group.group_name
@@ -37,11 +51,12 @@ class TensorParallel:
         return torch.ops._c10d_functional.wait_tensor(pending)
 
     def settle(self, x, pending, newer=()):
-        """Return x + wait(pending). Compiled, it waits only after the last start in `newer`: docs/code.md.
+        """Return x + wait(pending). newer: the all-reduces that were started since.
 
-        A plain wait(p0) does not depend on p1 = start(h1(x)): the compiler could wait before h1, and nothing would
-        overlap p0. The operators of kernels/ordered.py, opaque to it, take p1 as an input that they ignore:
-        p1 = start(h1(x)); x = settle(x, p0, p1); h2(x).
+        The compiler keeps only the order that data imply. In p0 = start(h0(x)); p1 = start(h1(x)); x = x + wait(p0), no
+        data say that the wait comes after p1's start: it could move before h1, and p0 would travel behind nothing. The
+        operator settle(x, p0, p1), which the compiler cannot look into (ladder/kernels/ordered.py), takes p1 as an
+        input that it ignores. So the wait comes after p1's start, and the next h, which reads the result, after both.
         """
         if not newer:
             return x + self.wait(pending)
@@ -84,8 +99,8 @@ def head_ranges(config, rank, shares):
 
     Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Beyond K
     ranks, rank r holds a copy of KV head r * K // tp_size, and the holders of a KV head divide its query heads by their
-    shares: of 2 KV heads with 4 query heads each on 3 ranks, ranks 0 and 1 hold KV head 0 and 2 of its query heads,
-    rank 2 holds KV head 1 with all 4, the last 6 H rows of wqkv: twice theirs.
+    shares. For example, of 2 KV heads with 4 query heads each on 3 ranks, ranks 0 and 1 hold KV head 0 and 2 of its
+    query heads each (4 H rows of wqkv); rank 2 holds KV head 1 and all 4 of its query heads (6 H rows).
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
@@ -119,11 +134,11 @@ def neuron_range(config, neurons, rank, shares):
 def neuron_unit(config, neurons, shares):
     """Return how many neurons stay together: 1, but for int4 and for experts.
 
-    int4: a group of w2's columns, or 128, which PyTorch's kernel on a GPU wants, if no share then exceeds its due by
-    more than an eighth. Where groups are too few they are halved, down to 8 columns, the least that few_rows.cpp takes.
-    Lanes are cut at multiples of 8: at the neurons where they are cut without int4.
+    With int4 a group of w2's columns stays together, or 128 columns, which PyTorch's kernel on a GPU wants, if no share
+    then exceeds its due by more than an eighth. Where groups are too few they are halved, down to 8 columns, the least
+    that skinny_gemm.cpp takes. Lanes are cut at multiples of 8, at the neurons where they are cut without int4.
     """
-    if not config.group_size or "w2" in config.kept:
+    if not config.group_size or "w2" in config.not_quantized:
         return 8 if config.n_experts and neurons % 8 == 0 else 1  # grouped_mm takes rows of a multiple of 16 bytes
     if config.fixed_lanes:
         return 8
@@ -155,7 +170,9 @@ def shard_plan(config, rank, shares):
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
     if config.linear_layers:
         first, end = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
-        plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, end)
+        from ladder.layers import linear_attention
+
+        plan |= linear_attention.row_ranges(config, first, end)
     if config.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
         (start, stop), H = wo[0], config.head_dim
         width = N // config.n_kv_heads * H  # columns of a KV head's queries
@@ -190,10 +207,15 @@ def shard_slices(model, dtype, rank, shares):
     return {name: _shard_slice(model, name, whole, plan, dtype, rank) for name, whole in named}
 
 
+def plan_key(name):
+    """Return what shard_plan calls a linear or a norm, e.g. "wo" for layers.3.attention.wo; also "experts.w1"."""
+    return re.sub(r"^layers\.\d+\.\w+\.", "", name)
+
+
 def _shard_slice(model, name, whole, plan, dtype, rank):
     path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
     owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
-    dim, ranges = plan.get(owner.split(".", 3)[-1], (0, None))  # planned as "wo"
+    dim, ranges = plan.get(plan_key(owner), (0, None))
     dtype = dtype if whole.is_floating_point() else whole.dtype
     row_parallel = dim == 1
     if row_parallel and tensor == "bias":  # added to a partial sum, so by rank 0 alone
@@ -202,9 +224,17 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
         return ShardSlice(whole.shape, dtype)
     columns = model.get_submodule(path).in_features // whole.shape[-1] if row_parallel else 1
     shape, dim = list(whole.shape), dim + (whole.dim() == 3)  # experts come first
-    # usually columns; but int4 groups become smaller where a bound cuts one (int_linear.regroup)
-    shape[dim] = sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
+    shape[dim] = sum(stored_length(start, stop, columns) for start, stop in ranges)
     return ShardSlice(tuple(shape), dtype, dim, ranges, columns)
+
+
+def stored_length(start, stop, columns):
+    """Return how many elements store columns `start` to `stop` of a matrix; an element stores so many `columns`.
+
+    A bound that cuts a group of int4 makes all groups smaller (int_linear.regroup): columns 0 to 96 with scales for
+    groups of 64 need 3 scales for groups of 32.
+    """
+    return (stop - start) // math.gcd(columns, start, stop)
 
 
 # ---- Loading ---------------------------------------------------------------------------------------------------------

@@ -21,16 +21,18 @@ if __name__ == "__main__":  # before torch loads OpenMP: threads that spin on wo
 import numpy
 import torch
 
-from decoding.batch import make_cache, pad
 from extras.measure import results
 from extras.measure.exposed import replays
-from formats.sizes import named_size
 from generate import Runner, load_model
-from runtime import cli, launch, writing
-from runtime.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
-from runtime.cli import count, number
-from runtime.errors import InputError
-from runtime.report import step_bytes
+from ladder.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
+from ladder.checkpoints import writing
+from ladder.checkpoints.sizes import named_size
+from ladder.command_line import flags
+from ladder.command_line.flags import count, number
+from ladder.command_line.report import step_bytes
+from ladder.decoding.batch import make_cache, pad
+from ladder.errors import InputError
+from ladder.ranks import launch
 
 FILLED = 128  # slots of the cache before a decode step
 WORLD = launch.World(0, 1, torch.device("cpu"))
@@ -144,14 +146,14 @@ ENGINES |= dict.fromkeys(("llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0"), llam
 
 
 def parse(argv):
-    p = cli.Parser(__doc__)
+    p = flags.Parser(__doc__)
     p.add_argument("--model", default="1b", metavar="NAME[:N]", help="N layers of a Llama of this size, e.g. 8b:4")
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
     p.add_argument("--engines", nargs="+", metavar="NAME", help=f"of {', '.join(ENGINES)} (default: ours)")
     p.add_argument("--decode", type=count, nargs="*", default=[1, 4, 16, 64], metavar="BATCH", help="rows of a step")
     p.add_argument("--prefill", type=count, nargs="*", default=[128, 1024], metavar="TOKENS", help="of a prompt")
     p.add_argument("--rounds", type=number(int, 3), default=9, metavar="N", help="turns of each engine in each case")
-    cli.add_json_flag(p, "a line for each engine and case")
+    flags.add_json_flag(p, "a line for each engine and case")
     p.add_argument("--show", nargs="+", metavar="FILE", help="measure nothing: print the tables of such files")
     args = p.parse_args(argv)
     if args.show:

@@ -14,9 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from runtime import cli, launch, writing
-from runtime.cli import number
-from runtime.errors import InputError
+from ladder.checkpoints import writing
+from ladder.command_line import flags
+from ladder.command_line.flags import number
+from ladder.errors import InputError
+from ladder.ranks import launch
 
 
 def cases(device, traces):
@@ -45,10 +47,10 @@ def run(command, seconds):
 
 
 def main(argv=None):
-    p = cli.Parser(__doc__)
-    cli.add_rank_flags(p, comm=False)
+    p = flags.Parser(__doc__)
+    flags.add_rank_flags(p, comm=False)
     p.add_argument("--seconds", type=number(float, 0), default=540, metavar="S", help="skip what is left after so many")
-    p.add_argument("--json", type=cli.appendable, required=True, metavar="FILE", help="append the lines to this file")
+    p.add_argument("--json", type=flags.appendable, required=True, metavar="FILE", help="append the lines to this file")
     p.add_argument("--traces", default="gpu-traces", metavar="DIR", help="traces of simulated steps")
     args = p.parse_args(argv)
     device, end = str(launch.choose_device(args.device)), time.monotonic() + args.seconds

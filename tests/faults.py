@@ -9,16 +9,15 @@ import sys
 import time
 from pathlib import Path
 
-from extras import watch
-from runtime import launch
+from ladder.ranks import launch, watch
 
 IMPORTS = 4  # watch.IMPORTS of these runs
 PHASES = {  # name: (script, module and name of a function, the call of it that meets the fault, the phase in words)
-    "join": ("generate", "runtime.launch", "join", 1, r"start|join"),
-    "load": ("generate", "formats.checkpoint", "Weights.fill", 3, r"load of"),
+    "join": ("generate", "ladder.ranks.launch", "join", 1, r"start|join"),
+    "load": ("generate", "ladder.checkpoints.checkpoint", "Weights.fill", 3, r"load of"),
     "prefill": ("generate", "generate", "Runner.prefill", 1, r"prefill"),
     "decode": ("generate", "generate", "Runner.decode", 7, r"decode step 7\b"),
-    "chat": ("chat", "extras.chat.chat", "read_line", 2, r"the wait for the user|start"),
+    "chat": ("chat", "ladder.chat.terminal", "read_line", 2, r"the wait for the user|start"),
     "training": ("adapt", "extras.training.adapt", "optimizer_step", 3, r"training step 3\b"),
 }
 

@@ -20,14 +20,15 @@ import torch
 import torch.distributed as dist
 from sentencepiece import SentencePieceTrainer
 
-import model
 import tp
-from decoding.batch import make_cache
-from formats import fields
 from generate import Runner
-from kernels import gloo
-from model import WIRINGS, WIRINGS_IN_EXTRAS, Config, Transformer, attend, list_sublayers
-from runtime import cxx, launch, ranks, writing
+from ladder import wiring_text
+from ladder.checkpoints import writing
+from ladder.decoding.batch import make_cache
+from ladder.kernels import compilers
+from ladder.lanes import wirings
+from ladder.ranks import gloo, launch, meeting
+from model import Config, Transformer, all_wirings, attend, find_wiring, list_sublayers, residual_loop
 
 ROOT = Path(__file__).parent.parent
 HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
@@ -37,15 +38,15 @@ YARN["original_max_position_embeddings"] = 40
 LONGROPE = {"attention_factor": 1.3, "original_max_position_embeddings": 10}
 LONGROPE |= {"short_factor": [1.0, 1.5, 2.5], "long_factor": [1.25, 3.0, 7.0]}
 GEMMA = {  # what Gemma 2 and 3 have together
-    "norm": "rms+1", "sum_norms": True, "activation": "gelu_tanh", "embedding_scale": 7.0, "query_scale": 0.7,
+    "norm": "rms+1", "post_norms": True, "activation": "gelu_tanh", "embedding_scale": 7.0, "query_scale": 0.7,
     "score_cap": 1.5, "logit_cap": 3.0, "qk_norm": True, "tie_embeddings": True,
     "window_rope_theta": 50.0, "sliding_window": 4, "window_layers": (0, 2), "rope_scaling": {"factor": 2.5},
 }  # fmt: skip
 OLMO = {
-    "input_norms": False, "sum_norms": True, "qk_norm": True, "whole_qk_norm": True, "rope_scaling": YARN,
+    "input_norms": False, "post_norms": True, "qk_norm": True, "whole_qk_norm": True, "rope_scaling": YARN,
     "window_rope_theta": 10000.0, "sliding_window": 4, "window_layers": (0, 2),
 }  # fmt: skip
-GLM = {"rotary_dim": 4, "sum_norms": True, "qkv_bias": True, "rope_scaling": YARN}
+GLM = {"rotary_dim": 4, "post_norms": True, "qkv_bias": True, "rope_scaling": YARN}
 STABLELM = {"rotary_dim": 2, "norm": "layer", "qkv_bias": True}
 PHI = {"rotary_dim": 6, "rope_scaling": LONGROPE, "llama4_beta": 0.4}
 LONG_PHI = {**PHI, "rope_scaling": {**LONGROPE, "original_max_position_embeddings": 6}}  # all rows are beyond that
@@ -53,26 +54,26 @@ FAMILIES = GEMMA, OLMO, GLM, STABLELM, PHI, LONG_PHI
 BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,))
 
 
-parse_wiring = functools.partial(fields.parse_wiring, wirings=WIRINGS, in_extras=WIRINGS_IN_EXTRAS)
+parse_wiring = functools.partial(wiring_text.parse_wiring, find_wiring=find_wiring)
 
 
 def table_entry(changes):
     """Return the Wiring of config changes."""
-    return WIRINGS[parse_wiring(changes["wiring"]).name]
+    return find_wiring(parse_wiring(changes["wiring"]).name)
 
 
 def variants(name):
     """Return the config changes to test a wiring with; one layer alone has a seam on either side."""
-    layers = ",".join(map(str, range(WIRINGS[name].blocks))) if WIRINGS[name].blocks > 1 else "1,"
-    some = {"layers": [f"{name}:{layers}"], "period": [f"{name}:4"], None: []}[WIRINGS[name].n_means]
+    layers = ",".join(map(str, range(find_wiring(name).blocks))) if find_wiring(name).blocks > 1 else "1,"
+    some = {"layers": [f"{name}:{layers}"], "period": [f"{name}:4"], None: []}[find_wiring(name).n_means]
     more = {"ladder": ["ladder:2", "ladder:0,1", "ladder-3"], "delayed": ["delayed-2", "delayed-3:1-2"]}.get(name, [])
     return [{"wiring": text} for text in [name, *more, *some]]
 
 
-WIRED = [changes for name, wiring in WIRINGS.items() if not wiring.model for changes in variants(name)]
+WIRED = [changes for name, wiring in all_wirings().items() if not wiring.model for changes in variants(name)]
 ANY_TP = [changes for changes in WIRED if not table_entry(changes).depends_on_lanes]
 ONE_EACH = [*{id(table_entry(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
-LOOPS = model.residual_loop, model.delayed_loop, model.desynced_loop
+LOOPS = residual_loop, wirings.delayed_loop, wirings.desynced_loop, wirings.silent_loop
 BY_HAND = [c for c in WIRED if table_entry(c).loop in LOOPS]  # nobody has reckoned by hand what another loop does
 
 
@@ -94,7 +95,7 @@ def wired_id(changes):
     return "-".join(str(v).replace(" ", "") for v in changes.values())
 
 
-cxx.prepare_compile()  # before anything is compiled: Inductor tries once, and remembers, what it can do from here
+compilers.prepare_compile()  # before anything is compiled: Inductor tries once, and remembers, what it can do from here
 
 
 def shared_data(name):
@@ -233,7 +234,7 @@ def check_split_attention(count, window, T, device):
 
     Keys in blocks that a row need not read are NaN.
     """
-    from runtime.compiling import KEY_BLOCK, split_attend  # imports the compiler
+    from ladder.kernels.compiling import KEY_BLOCK, split_attend  # imports the compiler
 
     generator, starts = torch.Generator().manual_seed(0), torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
     q = torch.randn(5, 2, 4, count, 16, generator=generator)
@@ -267,7 +268,7 @@ def run_ranks(ranks, function, *args, timeout=HANGS):
 
     A rank alone is this process. A rank that fails or hangs fails the test, and the next test gets new ranks.
     """
-    shares = (1,) * ranks if isinstance(ranks, int) else ranks
+    shares = (1,) * meeting if isinstance(meeting, int) else meeting
     if len(shares) == 1:
         return [function(launch.World(0, 1, torch.device("cpu")), *args)]
     if not _ranks:
@@ -303,13 +304,13 @@ def _join(rank, port):
     _worlds[RANKS], before = launch.join("cpu"), gloo.threads()
     for size in range(2, RANKS):
         group = dist.new_group(range(size))
-        _worlds[size] = ranks.World(rank, size, torch.device("cpu"))
+        _worlds[size] = meeting.World(rank, size, torch.device("cpu"))
         _worlds[size].dist_group = group
     gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
     for size in range(max(2, rank + 1), RANKS):
         world = _worlds[size]
         world.nodes, world.group = _worlds[RANKS].nodes[:size], world.dist_group
-        world.group = ranks.connect_auto(world)
+        world.group = meeting.connect_auto(world)
 
 
 def _call(work):
@@ -321,7 +322,7 @@ def _call(work):
 
 def main_on_ranks(ranks, main, *args):
     """[(what it printed, what it said on stderr)] of main(args) of a script on each rank of the pool."""
-    return run_ranks(ranks, call_main, main, [str(arg) for arg in args])
+    return run_ranks(meeting, call_main, main, [str(arg) for arg in args])
 
 
 def call_main(world, main, args):
@@ -346,9 +347,9 @@ def free_port():
 def command(name, *args, ranks=1):
     """What starts a script of the project, on so many ranks, as a user would."""
     words = [sys.executable, str(ROOT / name), *map(str, args)]
-    if ranks > 1:
+    if meeting > 1:
         one_machine = "--standalone", "--local_addr=127.0.0.1"  # also where its own name does not resolve
-        words[:1] = [sys.executable, "-m", "torch.distributed.run", *one_machine, f"--nproc_per_node={ranks}"]
+        words[:1] = [sys.executable, "-m", "torch.distributed.run", *one_machine, f"--nproc_per_node={meeting}"]
     return words
 
 
@@ -356,7 +357,7 @@ def script(name, *args, ranks=1, timeout=HANGS, stdin="", **environment):
     """Run a script of the project as a user would; returns the finished process with its output as text."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
     return subprocess.run(
-        command(name, *args, ranks=ranks), capture_output=True, text=True, timeout=timeout, env=env, input=stdin,
+        command(name, *args, ranks=meeting), capture_output=True, text=True, timeout=timeout, env=env, input=stdin,
         errors="surrogateescape",
     )  # fmt: skip
 

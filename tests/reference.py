@@ -10,7 +10,8 @@ import re
 import numpy as np
 
 import model
-from model import WIRINGS
+from ladder.lanes import wirings
+from model import find_wiring, residual_loop
 
 
 def rms_norm(x, weight, eps):
@@ -135,7 +136,7 @@ class Reference:
         """(the Wiring, its layers, the n of desync, by how much it is stale) that the config's text names."""
         c, found = self.c, re.fullmatch(r"(.*?)(-\d+)?(?::([^/]*))?(?:/\d+)?", self.c.wiring)
         name, stale, chosen = found.groups()
-        wiring, layers = WIRINGS[name], [*range(c.n_layers % WIRINGS[name].blocks, c.n_layers)]
+        wiring, layers = find_wiring(name), [*range(c.n_layers % find_wiring(name).blocks, c.n_layers)]
         if chosen and name != "desync":
             numbers = [int(number) for number in re.findall(r"\d+", chosen)]
             if "-" in chosen:
@@ -151,7 +152,7 @@ class Reference:
             return [attention, mlp]
         if wiring.sublayers == (model.attention_plus_mlp,):
             return [lambda x, shard: attention(x, shard) + mlp(x, shard, norm="attention_norm")]
-        if wiring.sublayers == (model.attention_into_mlp,):
+        if wiring.sublayers == (wirings.attention_into_mlp,):
             return [functools.partial(self.attention_into_mlp, layer)]
         raise NotImplementedError(f"write {wiring.sublayers} here, too")
 
@@ -161,7 +162,7 @@ class Reference:
         while layer < self.c.n_layers:
             wired = layer in layers
             together = range(layer, layer + (wiring.blocks if wired else 1))
-            parts = [self.parts(i, wiring if wired else WIRINGS["standard"]) for i in together]
+            parts = [self.parts(i, wiring if wired else find_wiring("standard")) for i in together]
             for side_by_side in zip(*parts, strict=True):
                 out.append((lambda x, s, hs=side_by_side: sum(h(x, s) for h in hs), stale if wired else 0))
             layer += len(together)
@@ -170,19 +171,19 @@ class Reference:
     def stream(self, x0):
         """The final residual stream, of each rank."""
         (wiring, _, n, _), sublayers = self.wiring(), self.sublayers()
-        if wiring.loop in (model.residual_loop, model.delayed_loop):
+        if wiring.loop in (residual_loop, wirings.delayed_loop):
             x, partials, seen = [x0], [], 0  # x[i]: with the sums of the first i sublayers; seen: how many of them
             for i, (h, stale) in enumerate(sublayers):
                 seen = max(seen, i - stale)
-                missed = partials[seen:] if wiring is WIRINGS["delayed"] else []
+                missed = partials[seen:] if wiring is find_wiring("delayed") else []
                 own = [sum((p[r] for p in missed), start=np.zeros_like(x0)) for r in range(len(self.shards))]
                 partials.append([h(x[seen] + y, shard) for y, shard in zip(own, self.shards, strict=True)])
                 total = sum(partials[-1])
-                if self.c.sum_norms:
-                    total = self.norm(total, f"layers.{i // 2}.{'ffn' if i % 2 else 'attention'}_sum_norm")
+                if self.c.post_norms:
+                    total = self.norm(total, f"layers.{i // 2}.{'ffn' if i % 2 else 'attention'}_post_norm")
                 x.append(x[-1] + total)
             return [x[-1]] * len(self.shards)
-        if wiring.loop is not model.desynced_loop:
+        if wiring.loop not in (wirings.desynced_loop, wirings.silent_loop):
             raise NotImplementedError(f"write {wiring.loop.__name__} here, too")
         x = [x0] * len(self.shards)
         for i, (h, _) in enumerate(sublayers, start=1):

@@ -11,10 +11,10 @@ from extras.measure import advise
 from extras.measure.advise import Machine, Times
 from extras.measure.clock import variants
 from extras.measure.link import LINKS
-from formats.sizes import SIZES, RandomWeights
-from model import WIRINGS
-from runtime import report
-from runtime.errors import InputError
+from ladder.checkpoints.sizes import SIZES, RandomWeights
+from ladder.command_line import report
+from ladder.errors import InputError
+from model import WIRINGS, all_wirings, find_wiring
 from tp import load_shard
 
 LAYERS = 5
@@ -67,7 +67,7 @@ def test_norms_of_all_heads_wait_for_the_sums_in_flight():
     # sums start at 1.5, 4.5 and, after the norms' at 7.5 to 8 and half an attention, at 8.5 and 11.5
     assert advise.step_seconds(dataclasses.replace(olmo, wiring="ladder"), times)[0] == 14.5
     assert "parallel" in variants(olmo) and "spd" not in variants(olmo)
-    summed = dataclasses.replace(BASE, n_layers=2, sum_norms=True)
+    summed = dataclasses.replace(BASE, n_layers=2, post_norms=True)
     assert variants(summed) == ["standard", "ladder", "ladder:1", "upper-bound"]
 
 
@@ -163,13 +163,13 @@ H100 = ["--model", "8b", "--tp", 8, "--gpu", "h100"]
 
 def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     monkeypatch.setitem(WIRINGS, "own", dataclasses.replace(WIRINGS["parallel-ladder"], about="my own"))
-    monkeypatch.setitem(WIRINGS, "lossy", dataclasses.replace(WIRINGS["spd"], about="another"))
+    monkeypatch.setitem(WIRINGS, "lossy", dataclasses.replace(find_wiring("spd"), about="another"))
     shown = advised(capsys, *H100, "--link", "pcie")
     found = rows(shown)
     wanted = {"standard": "no", "own": "yes", "lossy": "yes, in 8 lanes", "(bound: upper-bound)": "no model"}
     wanted |= {"ladder:16": "yes", "pair:8-23": "yes"}
     wanted |= dict.fromkeys(["desync:2", "desync:4", "delayed-4"], "yes, in 8 lanes")
-    for name, wiring in WIRINGS.items():
+    for name, wiring in all_wirings().items():
         if name not in ("desync", "upper-bound", "laneformer", "farskip", "pair", *wanted):
             wanted[name] = "yes" + ", in 8 lanes" * wiring.depends_on_lanes
     assert {name: cells[-1] for name, cells in found.items()} == wanted

@@ -14,17 +14,18 @@ from helpers import HANGS, ROOT, main_on_ranks, run_ranks
 
 import bench
 import generate
-from decoding.batch import Sampler, make_cache
-from formats import checkpoint
 from generate import Runner
+from ladder.checkpoints import checkpoint
+from ladder.command_line import flags
+from ladder.decoding.batch import Sampler, make_cache
+from ladder.errors import InputError
+from ladder.ranks import launch
 from model import rewired
-from runtime import cli, launch
-from runtime.errors import InputError
 
 WIRINGS = ["standard", "ladder", "parallel-ladder", "spd", "upper-bound"]
 
 
-def flags(tiny, *more):
+def cell_flags(tiny, *more):
     sizes = ["--prompt-length", "5", "--new-tokens", "4", "--repeats", "2"]
     return ["--checkpoint", str(tiny), "--device", "cpu", *sizes, *map(str, more)]
 
@@ -36,7 +37,7 @@ def texts_of_cells(world, words):
     """[(wiring, batch, what the cell generates, what a model that was loaded in this wiring generates)]."""
     torch._dynamo.reset()
     args = bench.parse(words)
-    name, config = cli.read_config(args)
+    name, config = flags.read_config(args)
     cells = bench.make_cells(bench.load_models(config, args.wiring, args, world), args, world)
     answers, sample = [], Sampler(0)
     for _ in range(2):  # in turns
@@ -52,7 +53,7 @@ def texts_of_cells(world, words):
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3))])
 def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny):
     names = WIRINGS if how else WIRINGS[:3]
-    words = flags(tiny, "--batch", 1, 2, "--dtype", "float32", *how, "--wiring", *names)
+    words = cell_flags(tiny, "--batch", 1, 2, "--dtype", "float32", *how, "--wiring", *names)
     lists = run_ranks(ranks, texts_of_cells, words, timeout=5 * HANGS)
     assert lists[0] == lists[-1] and len(lists[0]) == 2 * 2 * len(names)
     for wiring, batch, mine, alone in lists[0]:
@@ -62,8 +63,8 @@ def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny)
 
 def test_wirings_share_one_set_of_weights(tiny):
     names = ["parallel", "standard", "spd/2"]
-    args, world = bench.parse(flags(tiny, "--wiring", *names)), launch.World(0, 1, torch.device("cpu"))
-    models = bench.load_models(cli.read_config(args)[1], names, args, world)
+    args, world = bench.parse(cell_flags(tiny, "--wiring", *names)), launch.World(0, 1, torch.device("cpu"))
+    models = bench.load_models(flags.read_config(args)[1], names, args, world)
     assert [(name, model.config.wiring) for name, model in models.items()] == [(name, name) for name in names]
     firsts = [getattr(model, "lanes", [model])[0] for model in models.values()]
     pointers = [model.layers[0].attention.wo.weight.data_ptr() for model in firsts]
@@ -72,7 +73,7 @@ def test_wirings_share_one_set_of_weights(tiny):
 
 def test_ranks_append_a_line_for_each_cell(tiny, tmp_path):
     out = tmp_path / "out.jsonl"
-    words = flags(tiny, "--batch", 2, 1, "--wiring", "standard", "ladder", "--eager", "--json", out)
+    words = cell_flags(tiny, "--batch", 2, 1, "--wiring", "standard", "ladder", "--eager", "--json", out)
     (shown, said), (nothing, _) = main_on_ranks(2, bench.main, *words)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["wiring"], line["batch"]) for line in lines] == [(w, b) for w in WIRINGS[:2] for b in (2, 1)]
@@ -85,7 +86,7 @@ def test_ranks_append_a_line_for_each_cell(tiny, tmp_path):
 def test_on_one_rank_only_standard_runs(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     out = tmp_path / "out.jsonl"
-    bench.main(flags(tiny, "--batch", 1, "--wiring", "ladder", "standard", "--eager", "--json", out))
+    bench.main(cell_flags(tiny, "--batch", 1, "--wiring", "ladder", "standard", "--eager", "--json", out))
     [line] = map(json.loads, out.read_text().splitlines())
     assert (line["wiring"], line["tp"], len(line["tpot_ms"])) == ("standard", 1, 2)
     assert line["mbu"] == pytest.approx(line["step_bytes"] / (sum(line["tpot_ms"]) / 2e3) / line["bandwidth"][0])

@@ -15,9 +15,9 @@ from helpers import RANKS, ROOT, main_on_ranks, script
 import bench
 from benchmarks import decode, gpu
 from extras.measure import plot, sweep
-from formats.sizes import SIZES
+from ladder.checkpoints.sizes import SIZES
+from ladder.errors import InputError
 from model import WIRINGS, Config
-from runtime.errors import InputError
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
 

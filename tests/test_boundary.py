@@ -45,7 +45,7 @@ def test_the_core_runs_without(folder, tmp_path):
     assert alone.stdout.startswith("Once upon a time,") and ranks.stdout.startswith("Once upon a time,")
     if folder == "collectives":
         refused = run(*TWO_RANKS, *DEMO, "--comm", "shared-memory")
-        assert "--comm shared-memory needs the folder extras/collectives" in refused.stderr
+        assert "--comm shared-memory needs the folder ladder/ranks" in refused.stderr
     if folder == "experts":
         config = json.loads((ROOT / "demo" / "config.json").read_text()) | {"n_experts": 2}
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -54,7 +54,7 @@ def test_the_core_runs_without(folder, tmp_path):
             ("wiring farskip", "--checkpoint", "demo", "--wiring", "farskip"),
         ):  # fmt: skip
             refused = run("generate.py", "--prompt", "ids:1", *flags)
-            assert refused.returncode == 2 and f"{what} needs the folder extras/experts" in refused.stderr
+            assert refused.returncode == 2 and f"{what} needs the folder ladder/layers" in refused.stderr
     if folder == "cpu":
         compiled = run(*DEMO, "--compile")
         assert compiled.returncode == 0 and compiled.stdout.startswith("Once upon a time,"), compiled.stderr

@@ -1,10 +1,10 @@
-"""extras/chat: templates that are refused, or that take too long or too much memory."""
-
-from test_hostile import refused
+"""ladder/chat: templates that are refused, or that take too long or too much memory."""
 
 from extras.chat import render
-from extras.chat import template as chat_template
-from formats.tokenizer import Tokenizer
+from test_hostile import refused
+
+from ladder.chat import template as chat_template
+from ladder.checkpoints.tokenizer import Tokenizer
 
 TEMPLATES = {
     "{{ messages.__class__.__mro__ }}": "is unsafe",

@@ -1,4 +1,4 @@
-"""extras/collectives: sums against float64, in any order and with delays; what sums in a run; faults."""
+"""ladder/ranks: sums against float64, in any order and with delays; what sums in a run; faults."""
 
 import contextlib
 import io
@@ -17,11 +17,11 @@ import pytest
 import torch
 from helpers import HANGS, ROOT, free_port, run_ranks
 
-from extras.collectives import one_shot, shared_memory
 from extras.measure import link
-from runtime.errors import InputError
-from runtime.launch import World
-from runtime.ranks import connect_auto
+from ladder.errors import InputError
+from ladder.ranks import one_shot, shared_memory
+from ladder.ranks.launch import World
+from ladder.ranks.meeting import connect_auto
 
 OPS = torch.ops._c10d_functional
 SLOTS, SLOT = 4, 256  # bytes: small ones, so that small messages have many pieces
@@ -210,7 +210,7 @@ JOIN = "from runtime import launch\n{}\nw = launch.join('cpu', {{'comm': '{}'}})
     pytest.param("auto", 1, "", "c++", "0", "", marks=pytest.mark.slow),
     ("shared-memory", 2, "", "c++", "shared-memory-0", ""),
     ("auto", 2, "", "no-such-compiler", "0", "gloo carries .*: memory shared by ranks needs a C.. compiler: install"),
-    ("auto", 2, NO_EXTRAS, "c++", "0", "gloo carries .*: --comm shared-memory needs the folder extras/collectives"),
+    ("auto", 2, NO_EXTRAS, "c++", "0", "gloo carries .*: --comm shared-memory needs the folder ladder/ranks"),
 ])  # fmt: skip
 def test_the_collectives_of_a_run(comm, local, before, compiler, name, line, tmp_path):
     """Between nodes, without a compiler, and without the extra gloo does; of the latter two one rank says so."""

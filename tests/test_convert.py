@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 import convert_hf_checkpoint
 import generate
 import tp
-from decoding.batch import Sampler
-from formats import checkpoint, huggingface
 from generate import Runner
-from runtime.errors import InputError
+from ladder.checkpoints import checkpoint, huggingface
+from ladder.decoding.batch import Sampler
+from ladder.errors import InputError
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,

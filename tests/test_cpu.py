@@ -1,4 +1,4 @@
-"""few_rows.cpp against float64, its compilation, the memory of loading."""
+"""skinny_gemm.cpp against float64, its compilation, the memory of loading."""
 
 import dataclasses
 import itertools
@@ -17,13 +17,11 @@ from reference import Reference
 from safetensors.torch import save_file
 from test_quantize import CASES, check_model, integers
 
-from extras import cpp
-from extras.cpu import few_rows, modules
-from formats import checkpoint
-from kernels import int_linear
+from ladder.checkpoints import checkpoint
+from ladder.errors import InputError
+from ladder.kernels import compilers, compiling, cpp, int_linear
+from ladder.kernels.cpu import modules, skinny_gemm
 from model import attend
-from runtime import compiling, cxx
-from runtime.errors import InputError
 
 
 def numbers(*shape):
@@ -32,11 +30,11 @@ def numbers(*shape):
 
 def test_few_rows_are_exact_up_to_the_last_rounding(threads):
     """bfloat16 has 8 bits: half a unit in the last place is at most 2^-8 of the result; float32 sums add far less."""
-    few_rows.build()
+    skinny_gemm.build()
     shapes = (1, 1), (33, 2731), (301, 2048), (2100, 40)
     for (N, K), M in itertools.product(shapes, (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24)):
         x, weight = numbers(M, K), numbers(N, K)
-        y = torch.ops.ladder.few_rows(x, weight)
+        y = torch.ops.ladder.skinny_gemm(x, weight)
         exact = x.double() @ weight.double().T
         size = x.double().abs() @ weight.double().abs().T
         assert y.shape == (M, N) and y.dtype == torch.bfloat16
@@ -54,7 +52,7 @@ SHAPES += [(1, 8, 8), (40, 80, 16), (67, 96, 32), (131, 2048, 64), (50, 4096, 12
 
 def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
     """Against float64: bfloat16's last rounding, float32 sums, and x as 16 bits of its block's largest."""
-    few_rows.build()
+    skinny_gemm.build()
     for N, K, size in SHAPES:
         weight, scales, zeros = integers(N, K, size)
         w = in_float64(weight, scales, zeros)
@@ -65,7 +63,9 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
                 x[1] = 0
             if M > 2:
                 x[2] = 1  # the largest integers of x, times those of W
-            y = torch.ops.ladder.few_rows_int(x, few_rows.pack(weight, scales, zeros), N, K, 8 if zeros is None else 4)
+            y = torch.ops.ladder.skinny_gemm_int(
+                x, skinny_gemm.pack(weight, scales, zeros), N, K, 8 if zeros is None else 4
+            )
             exact, size_of = x.double() @ w.T, x.double().abs() @ w.abs().T
             # the integers, not W, meet the rounded x: with a zero of the other sign they are the larger
             q = (w - (0 if zeros is None else zeros.double().repeat_interleave(size, 1))).abs()
@@ -73,19 +73,19 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
             fixed = sum(b.amax(1, keepdim=True) @ v.sum(1, keepdim=True).T for b, v in blocks) * 2**-16
             bound = 2**-8 * exact.abs() + 1e-6 * (size_of + x.double().abs() @ q.T) + 1.01 * fixed
             assert y.shape == (M, N) and ((y.double() - exact).abs() <= bound).all(), (N, K, size, M)
-    packed, x = few_rows.pack(*integers(12, 64, 32)), torch.ones(3, 64).bfloat16()
+    packed, x = skinny_gemm.pack(*integers(12, 64, 32)), torch.ones(3, 64).bfloat16()
     x[1, 5] = torch.nan
-    y = torch.ops.ladder.few_rows_int(x, packed, 12, 64, 4)
+    y = torch.ops.ladder.skinny_gemm_int(x, packed, 12, 64, 4)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 2048, 64)])
 def test_feed_forward_is_its_three_products(N, K, size, threads):
     """In float64, gates from -90 to 90; each product is rounded to bfloat16."""
-    few_rows.build()
+    skinny_gemm.build()
     matrices = [integers(N, K, size, seed=1), integers(N, K, size, seed=2), integers(K, N, size and 8, seed=3)]
     w1, w3, w2 = (in_float64(*matrix) for matrix in matrices)
-    packed, bits = [few_rows.pack(*matrix) for matrix in matrices], 8 if size is None else 4
+    packed, bits = [skinny_gemm.pack(*matrix) for matrix in matrices], 8 if size is None else 4
     for M in (1, 3, 8, 17):
         x = numbers(M, K).double()
         x = (x * 90 / (x @ w1.T).abs().amax(1, keepdim=True)).bfloat16()
@@ -99,11 +99,11 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
 
 @pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
 def test_packed_weights_are_the_weights_for_many_rows(N, K, size, threads, monkeypatch):
-    few_rows.build()
-    monkeypatch.setattr(few_rows, "PANELS", 2)
+    skinny_gemm.build()
+    monkeypatch.setattr(skinny_gemm, "PANELS", 2)
     weight, scales, zeros = integers(N, K, size)
     exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
-    packed, one = few_rows.pack(weight, scales, zeros), torch.eye(K).bfloat16()
+    packed, one = skinny_gemm.pack(weight, scales, zeros), torch.eye(K).bfloat16()
     with torch.inference_mode():  # which the other threads do not inherit
         w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
     assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
@@ -121,27 +121,27 @@ def packed(*shape):
 INT4, IDS = packed(1, 2, 5), zeros(3, 2, dtype=torch.int64)  # 16 rows of 64 columns in groups of 32
 Q, CACHE, EXPERT = zeros(3, 2, 1, 1, 64), zeros(3, 2, 9, 64), zeros(4, 8, 8)
 MISFITS = [
-    ("few_rows", zeros(2, 9), zeros(4, 8)),
-    ("few_rows", zeros(2, 0), zeros(4, 0)),
-    ("few_rows", zeros(2, 4), zeros(4, 8)[:, ::2]),
-    ("few_rows_int", zeros(3, 64).float(), INT4, 16, 64, 4),
-    ("few_rows_int", zeros(3, 64), INT4, 17, 64, 4),
-    ("few_rows_int", zeros(3, 64), INT4, 16, 64, 8),
-    ("few_rows_int", zeros(3, 64), INT4, 16, 64, 2),
-    ("few_rows_int", zeros(3, 64), INT4[..., :32].contiguous(), 16, 64, 4),
-    ("few_rows_int", zeros(3, 64), packed(1, 2, 10)[:, :, ::2], 16, 64, 4),
-    ("few_rows_int", zeros(3, 96), INT4, 16, 96, 4),
-    ("few_rows_int", zeros(3, 64), packed(1, 2, 17), 16, 64, 8),
-    ("few_rows_int", zeros(3, 256), packed(1, 1, 33), 16, 256, 4),
-    ("few_rows_int", zeros(3, 64), packed(1, 0, 5), 16, 64, 4),
-    ("few_rows_int", zeros(3, 0), packed(1, 1, 1), 16, 0, 8),
+    ("skinny_gemm", zeros(2, 9), zeros(4, 8)),
+    ("skinny_gemm", zeros(2, 0), zeros(4, 0)),
+    ("skinny_gemm", zeros(2, 4), zeros(4, 8)[:, ::2]),
+    ("skinny_gemm_int", zeros(3, 64).float(), INT4, 16, 64, 4),
+    ("skinny_gemm_int", zeros(3, 64), INT4, 17, 64, 4),
+    ("skinny_gemm_int", zeros(3, 64), INT4, 16, 64, 8),
+    ("skinny_gemm_int", zeros(3, 64), INT4, 16, 64, 2),
+    ("skinny_gemm_int", zeros(3, 64), INT4[..., :32].contiguous(), 16, 64, 4),
+    ("skinny_gemm_int", zeros(3, 64), packed(1, 2, 10)[:, :, ::2], 16, 64, 4),
+    ("skinny_gemm_int", zeros(3, 96), INT4, 16, 96, 4),
+    ("skinny_gemm_int", zeros(3, 64), packed(1, 2, 17), 16, 64, 8),
+    ("skinny_gemm_int", zeros(3, 256), packed(1, 1, 33), 16, 256, 4),
+    ("skinny_gemm_int", zeros(3, 64), packed(1, 0, 5), 16, 64, 4),
+    ("skinny_gemm_int", zeros(3, 0), packed(1, 1, 1), 16, 0, 8),
     ("many_rows_int", zeros(3, 64), packed(1, 4, 4), 16, 64, 4),
     ("feed_forward_int", zeros(3, 64), INT4, packed(1, 4, 3), packed(4, 1, 3), 16, 64, 4),
-    ("few_rows_experts", zeros(3, 8), IDS + 4, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3),
-    ("few_rows_experts", zeros(3, 8), IDS - 1, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3),
-    ("few_rows_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT[0], 8, 8, [16] * 3),
-    ("few_rows_experts", zeros(3, 8), IDS + 3, EXPERT, EXPERT[:2], EXPERT, 8, 8, [16] * 3),
-    ("few_rows_experts", zeros(3, 64), IDS, *[packed(1, 1, 17)] * 3, 16, 64, [8] * 3),
+    ("skinny_gemm_experts", zeros(3, 8), IDS + 4, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3),
+    ("skinny_gemm_experts", zeros(3, 8), IDS - 1, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3),
+    ("skinny_gemm_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT[0], 8, 8, [16] * 3),
+    ("skinny_gemm_experts", zeros(3, 8), IDS + 3, EXPERT, EXPERT[:2], EXPERT, 8, 8, [16] * 3),
+    ("skinny_gemm_experts", zeros(3, 64), IDS, *[packed(1, 1, 17)] * 3, 16, 64, [8] * 3),
     ("decode_attention", Q, CACHE[:, :, :0], CACHE[:, :, :0], IDS[:, :1], 9),
     ("decode_attention", Q, CACHE, CACHE[:, :, :8].contiguous(), IDS[:, :1], 9),
     ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9),
@@ -152,7 +152,7 @@ MISFITS = [
 
 
 def test_what_would_be_read_beyond_a_tensor_is_refused():
-    few_rows.build()
+    skinny_gemm.build()
     for name, *arguments in MISFITS:
         with pytest.raises(RuntimeError):
             getattr(torch.ops.ladder, name)(*arguments)
@@ -171,7 +171,7 @@ def attention(q, keys, values, positions, window):
 @pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (7, 64)])
 def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
     """T positions of a cache, the last S of them new; what lies outside of a row's window is not a number."""
-    few_rows.build()
+    skinny_gemm.build()
     cases = (1, 1, [0]), (70, 1, [69, 0, 33, 2]), (40, 3, [3, 4, 15, 16]), (30, 5, [29, 4])
     for (T, S, last), window, scale in itertools.product(cases, (100, 7, 1), (3, 300)):
         B, positions = len(last), torch.tensor(last)[:, None] + torch.arange(1 - S, 1)
@@ -188,7 +188,7 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
 
 @pytest.mark.slow
 def test_a_compiled_model_with_few_rows(monkeypatch):
-    monkeypatch.setattr(few_rows, "FEW", 8)  # more in prefill, fewer in decode
+    monkeypatch.setattr(skinny_gemm, "FEW", 8)  # more in prefill, fewer in decode
     changes = {"head_dim": 64, "sliding_window": 3, "window_layers": (1,), "qkv_bias": True, "qk_norm": True}
     config = dataclasses.replace(BASE, wiring="ladder", n_layers=2, **changes)
     net = random_model(config)
@@ -198,7 +198,7 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
     tokens, lengths = unequal_rows(config)
     eager = last_logits(net, tokens, lengths)
     logits = last_logits(net, tokens, lengths, compile=True)
-    assert {type(m) for m in net.modules() if hasattr(m, "in_features")} == {few_rows.FewRowsLinear}
+    assert {type(m) for m in net.modules() if hasattr(m, "in_features")} == {skinny_gemm.SkinnyLinear}
     assert all(block.attention.attend is modules.decode_attend for block in net.layers)
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
@@ -211,21 +211,21 @@ COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied"
 
 @pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
 def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
-    monkeypatch.setattr(few_rows, "FEW_INT", 8)  # more in prefill, fewer in decode
+    monkeypatch.setattr(skinny_gemm, "FEW_INT", 8)  # more in prefill, fewer in decode
     config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
     net = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
     kernels = {m.kernel for m in net.modules() if type(m) is int_linear.QuantLinear}
-    kept = [m for m in net.modules() if type(m) is few_rows.FewRowsLinear]
-    assert kernels == {few_rows.multiply} and bool(kept) == bool(config.kept)
-    gated = {type(block.feed_forward) is modules.FewRowsFeedForward for block in net.layers}
-    assert gated == {not config.mlp_bias and "w2" not in config.kept and config.activation == "silu"}
+    kept = [m for m in net.modules() if type(m) is skinny_gemm.SkinnyLinear]
+    assert kernels == {skinny_gemm.multiply} and bool(kept) == bool(config.not_quantized)
+    gated = {type(block.feed_forward) is modules.SkinnyFeedForward for block in net.layers}
+    assert gated == {not config.mlp_bias and "w2" not in config.not_quantized and config.activation == "silu"}
 
 
 def test_attention_in_a_window_without_a_cache():
     """There v is a view, with strides that the kernel does not take. Only bfloat16 has such kernels."""
     net = random_model(dataclasses.replace(BASE, head_dim=64, sliding_window=3, window_layers=(0, 2)))
     compiling.use_decode_kernels(net)
-    assert not any(type(m) is few_rows.FewRowsLinear for m in net.modules())
+    assert not any(type(m) is skinny_gemm.SkinnyLinear for m in net.modules())
     assert net.layers[0].attention.attend is attend
     net, (tokens, _) = net.bfloat16(), unequal_rows(BASE)
     with torch.inference_mode():
@@ -238,7 +238,7 @@ def test_attention_in_a_window_without_a_cache():
 
 UNBUILT = [
     ({"CXX": "g++ -O1"}, "--compile needs a C.. compiler: .* no options: 'g.. -O1'"),
-    ({"CXX": "false"}, "false cannot compile few_rows.cpp: it ends with code 1"),
+    ({"CXX": "false"}, "false cannot compile skinny_gemm.cpp: it ends with code 1"),
     ({"XDG_CACHE_HOME": ""}, "--compile: no home folder to keep compiled code in: name a folder in .XDG_CACHE_HOME"),
     ({"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
 ]
@@ -265,9 +265,9 @@ def test_clones_compile_once(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(path.read_text()))
     for name, value in {"XDG_CACHE_HOME": tmp_path / "cache", "CXX": compiler}.items():
         monkeypatch.setenv(name, str(value))
-    shutil.copytree(ROOT / "extras/cpu", tmp_path / "clone")
-    for folder in ROOT / "extras/cpu", tmp_path / "clone":
-        cpp.load_operators(folder / "few_rows.cpp", "--compile")
+    shutil.copytree(ROOT / "ladder/kernels/cpu", tmp_path / "clone")
+    for folder in ROOT / "ladder/kernels/cpu", tmp_path / "clone":
+        cpp.load_operators(folder / "skinny_gemm.cpp", "--compile")
     assert loaded == ["library\n"] * 2 and (tmp_path / "calls").read_text() == "\n"
 
 
@@ -282,11 +282,11 @@ def test_the_loops_on_every_instruction_set(march, feature, tmp_path):
     compiler, *emulator = ("g++",) if feature else ("aarch64-linux-gnu-g++", "qemu-aarch64", "-cpu", "max")
     if missing := [tool for tool in (compiler, *emulator[:1]) if shutil.which(tool) is None]:
         pytest.skip(f"{' and '.join(missing)} not installed")
-    if feature and feature not in cxx.features():
+    if feature and feature not in compilers.features():
         pytest.skip(f"this processor has no {feature}")
     options = ["-O3", *f"-march={march}".split(), "-std=c++20", "-fassociative-math", "-fno-signed-zeros"]
-    options += ["-fno-trapping-math", "-w", "-I", ROOT / "extras/cpu", *(["-static"] if emulator else [])]
-    subprocess.run([compiler, *options, ROOT / "tests/few_rows_alone.cpp", "-o", tmp_path / "loops"], check=True)
+    options += ["-fno-trapping-math", "-w", "-I", ROOT / "ladder/kernels/cpu", *(["-static"] if emulator else [])]
+    subprocess.run([compiler, *options, ROOT / "tests/skinny_gemm_alone.cpp", "-o", tmp_path / "loops"], check=True)
     done = subprocess.run([*emulator, tmp_path / "loops"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
@@ -294,10 +294,10 @@ def test_the_loops_on_every_instruction_set(march, feature, tmp_path):
 @pytest.mark.slow
 def test_the_instructions_that_one_asks_for(tmp_path):
     """What this processor has besides its best, as others have it who have no more: the same tests."""
-    if cxx.instruction_set() != "avx512":
+    if compilers.instruction_set() != "avx512":
         pytest.skip("the other tests run on the only set that this processor has")
     files = [f"tests/test_{name}.py" for name in ("cpu", "experts", "tp")]
-    names = "few_rows or attention_of or feed_forward_is or packed_weights"
+    names = "skinny_gemm or attention_of or feed_forward_is or packed_weights"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files, "-k", names]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -307,7 +307,7 @@ def test_the_instructions_that_one_asks_for(tmp_path):
 @pytest.mark.slow
 def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
     """One cache for both: the loops take as many elements at a time as a vector of the first has."""
-    if cxx.instruction_set() != "avx512":
+    if compilers.instruction_set() != "avx512":
         pytest.skip("this processor has vectors of one length")
     code = "import torch; from runtime import cxx; cxx.prepare_compile(); x = torch.arange(64.0)"
     code += "; torch._inductor.config.cpp_cache_precompile_headers = False"
@@ -319,18 +319,18 @@ def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
 
 def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    monkeypatch.setattr(cxx, "ON_ARM", False)
+    monkeypatch.setattr(compilers, "ON_ARM", False)
     net, (tokens, lengths) = random_model(BASE).bfloat16(), unequal_rows(BASE)
     kinds, plain = {type(m) for m in net.modules()}, last_logits(net, tokens, lengths)
     compiling.use_decode_kernels(net)
     assert {type(m) for m in net.modules()} == kinds
-    line = "few_rows.cpp knows no such processor or system: PyTorch's kernels, slower\n"
+    line = "skinny_gemm.cpp knows no such processor or system: PyTorch's kernels, slower\n"
     assert capsys.readouterr().err == line
     assert torch.equal(last_logits(net, tokens, lengths), plain)
-    monkeypatch.setattr(cxx, "ON_ARM", True)
+    monkeypatch.setattr(compilers, "ON_ARM", True)
     for features, name in (["asimd", "asimddp"], "neon"), (["asimd"], "plain"), ([], "plain"):
-        monkeypatch.setattr(cxx, "features", lambda features=features: features)
-        assert cxx.instruction_set() == name
+        monkeypatch.setattr(compilers, "features", lambda features=features: features)
+        assert compilers.instruction_set() == name
 
 
 @pytest.mark.parametrize("ranges", [None, [(5, 17), (2990, 3000)], [(7, 7)]], ids=str)

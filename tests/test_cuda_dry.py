@@ -9,12 +9,12 @@ import torch
 from helpers import BASE, check_split_attention, random_model
 
 import generate as generate_module
-from decoding import batch, run_ahead
-from decoding.batch import Sampler, make_cache
 from generate import Runner, generate
-from kernels import cuda_graphs
-from runtime import compiling, cxx
-from runtime.errors import InputError, progress
+from ladder.decoding import async_scheduling, batch
+from ladder.decoding.batch import Sampler, make_cache
+from ladder.errors import InputError
+from ladder.kernels import compilers, compiling, cuda_graphs
+from ladder.progress import progress
 
 BUCKET, CUDA = 4, torch.device("cuda")
 SETTINGS = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 12, "conv_width": 4}
@@ -38,7 +38,7 @@ def pretended(net, cache, monkeypatch):
     event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
     stream = types.SimpleNamespace(record_event=lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    for module in generate_module, run_ahead:
+    for module in generate_module, async_scheduling:
         monkeypatch.setattr(module, "last_tokens", lambda sequences, device: last_tokens(sequences, "cpu"))
     for module in generate_module, compiling:
         monkeypatch.setattr(module, "pad", lambda prompts, device: pad(prompts, "cpu"))
@@ -62,7 +62,7 @@ def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature
 ])  # fmt: skip
 def test_the_cache_is_read_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, changes, monkeypatch):
     if changes:
-        pytest.importorskip("extras.linear_attention", reason="this copy lacks extras/linear_attention")
+        pytest.importorskip("extras.linear_attention", reason="this copy lacks ladder/layers")
     net, prompts = random_model(dataclasses.replace(BASE, **changes)), [[1] * prompt]
     runner, _ = pretended(net, None, monkeypatch)
     runner.cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 1, prompt + new)
@@ -151,7 +151,7 @@ def test_what_triton_needs_is_asked_for_before_anything_is_loaded(missing, line,
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("CPATH", f"/other:{tmp_path}" if missing != "Python.h" else "")
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(cxx.sysconfig, "get_path", lambda *args: "/nowhere")
-    monkeypatch.setattr(cxx.shutil, "which", lambda name: missing != "gcc" and f"/usr/bin/{name}" or None)
+    monkeypatch.setattr(compilers.sysconfig, "get_path", lambda *args: "/nowhere")
+    monkeypatch.setattr(compilers.shutil, "which", lambda name: missing != "gcc" and f"/usr/bin/{name}" or None)
     with pytest.raises(InputError, match=line) if line else contextlib.nullcontext():
         compiling.prepare(CUDA)

@@ -1,4 +1,4 @@
-"""extras/drafts: greedy tokens as without a draft, else their distribution; each kind of draft, flags, chats."""
+"""ladder/decoding: greedy tokens as without a draft, else their distribution; each kind of draft, flags, chats."""
 
 import copy
 import dataclasses
@@ -16,12 +16,12 @@ from test_generate import edit_config, greedy_tokens, run, run_json
 
 import generate
 from complete import load
-from decoding.batch import Sampler, make_cache
-from extras.drafts import speculative
-from extras.drafts.named import of_model
 from generate import Runner
-from runtime import compiling
-from runtime.errors import InputError
+from ladder.decoding import speculative
+from ladder.decoding.batch import Sampler, make_cache
+from ladder.decoding.drafts import of_model
+from ladder.errors import InputError
+from ladder.kernels import compiling
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
 OTHER = dataclasses.replace(BASE, n_layers=2, n_heads=4, head_dim=6, dim=20, intermediate_size=30, wiring="ladder")

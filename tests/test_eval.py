@@ -11,11 +11,10 @@ from reference import Reference
 
 import eval as evaluate
 from complete import load
-from evaluation import score
-from formats import checkpoint
-from formats.tokenizer import load_tokenizer
-from runtime import writing
-from runtime.errors import InputError
+from ladder import scoring
+from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.errors import InputError
 
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
 
@@ -27,7 +26,7 @@ def log_softmax(x):
 def naive(net, ids, size, stride):
     """(log p over the vocabulary (n, V), tokens (n,)) of all tokens of ids but the first, a window at a time."""
     reference, rows, tokens = Reference(net.config, net.state_dict()), [], []
-    for start, stop, first in score.windows(len(ids), size, stride):
+    for start, stop, first in scoring.windows(len(ids), size, stride):
         logits = log_softmax(reference.logits(ids[start:stop]))
         rows += [logits[i - 1 - start] for i in range(first, stop)]
         tokens += ids[first:stop]
@@ -40,40 +39,40 @@ def picked(logp, tokens):
 
 def nats_on_ranks(world, config, documents, max_logits):
     """total_nats on each of several ranks, a few rows of the logits at a time."""
-    score.MAX_LOGITS = max_logits
-    return score.total_nats(shard(config, world), documents, 40, 20, 2)
+    scoring.MAX_LOGITS = max_logits
+    return scoring.total_nats(shard(config, world), documents, 40, 20, 2)
 
 
 @pytest.mark.parametrize("ranks, vocab_size", [(2, 17), (3, 131), ((2, 9, 1, 2), 200)])  # of 17 one rank holds nothing
 def test_ranks_score_alike_however_few_logits_they_take_at_a_time(vocab_size, ranks):
     config = dataclasses.replace(BASE, vocab_size=vocab_size)
     documents = [np.random.default_rng(i).integers(vocab_size, size=n).tolist() for i, n in enumerate((90, 7, 33))]
-    alone = score.total_nats(random_model(config), documents, 40, 20, 2)
-    for max_logits in (1, 5 * 64, score.MAX_LOGITS):
+    alone = scoring.total_nats(random_model(config), documents, 40, 20, 2)
+    for max_logits in (1, 5 * 64, scoring.MAX_LOGITS):
         nats = run_ranks(ranks, nats_on_ranks, config, documents, max_logits)
         assert nats == pytest.approx([alone] * len(nats), rel=1e-5)
 
 
 def test_windows_score_each_token_once():
     for n, size, stride in (2, 2, 1), (10, 4, 2), (11, 4, 3), (9, 16, 8), (100, 7, 1):
-        windows = score.windows(n, size, stride)
+        windows = scoring.windows(n, size, stride)
         assert [i for start, stop, first in windows for i in range(first, stop)] == list(range(1, n))
         for i, (start, stop, first) in enumerate(windows):
             assert 0 <= start < first < stop <= n and stop - start <= size
             assert i == 0 or first - start >= min(size - stride, first)
 
 
-@pytest.mark.parametrize("max_logits", [3 * BASE.vocab_size, score.MAX_LOGITS])
+@pytest.mark.parametrize("max_logits", [3 * BASE.vocab_size, scoring.MAX_LOGITS])
 def test_nats_and_divergence_against_the_reference(max_logits, monkeypatch):
-    monkeypatch.setattr(score, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", max_logits)
     net = random_model(BASE)
     other = random_model(dataclasses.replace(BASE, wiring="ladder:2,"))
     ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
     for size, stride, batch in ((40, 20, 1), (16, 5, 2)):
         (q, tokens), (p, _) = naive(net, ids, size, stride), naive(other, ids, size, stride)
         nats, theirs = -picked(q, tokens), -picked(p, tokens)
-        assert math.isclose(score.total_nats(net, [ids], size, stride, batch), nats.sum(), rel_tol=1e-5)
-        result = score.divergence(net, other, [ids], size, stride, batch)
+        assert math.isclose(scoring.total_nats(net, [ids], size, stride, batch), nats.sum(), rel_tol=1e-5)
+        result = scoring.divergence(net, other, [ids], size, stride, batch)
         np.testing.assert_allclose(result[0], (np.exp(p) * (p - q)).sum(-1), rtol=1e-4)
         np.testing.assert_array_equal(result[1], p.argmax(-1) == q.argmax(-1))
         np.testing.assert_allclose(result[2], nats, rtol=1e-4)
@@ -140,7 +139,7 @@ def test_compare_two_wirings_with_any_tp(tiny, text, capsys):
         assert math.isclose(one[name], three[name], rel_tol=1e-4), name
     ids = load_tokenizer(tiny).encode(TEXT)
     nets = [load(tiny, "cpu", wiring=wiring)[0] for wiring in ("ladder", None)]
-    kl, agree, nats, base = (column.double() for column in score.divergence(*nets, [ids], 32, 16, 4))
+    kl, agree, nats, base = (column.double() for column in scoring.divergence(*nets, [ids], 32, 16, 4))
     assert (one["kl_mean"], one["kl_max"]) == pytest.approx((kl.mean().item(), kl.max().item()), rel=1e-4)
     assert one["kl_p99"] == pytest.approx(np.quantile(kl, 0.99, method="inverted_cdf"), rel=1e-4)
     assert one["top1_agreement"] == pytest.approx(agree.mean().item(), rel=1e-9)

@@ -19,18 +19,20 @@ from test_wiring import calls, check_against_the_reference, generated_code, sque
 import model
 import quantize
 import tp
-from decoding.batch import pad
-from extras.cpu import few_rows
-from extras.experts import MoE, kernels
 from extras.export import to_hf
 from extras.measure import exposed, link
-from formats import checkpoint
-from formats.sizes import RandomWeights, named_size
 from generate import Runner
-from kernels import int_linear
+from ladder.checkpoints import checkpoint
+from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.command_line import report
+from ladder.decoding.batch import pad
+from ladder.errors import InputError
+from ladder.kernels import int_linear
+from ladder.kernels.cpu import skinny_gemm
+from ladder.layers import experts
+from ladder.layers.mixture import MoE
+from ladder.ranks import launch, meeting
 from model import rewired
-from runtime import launch, ranks, report
-from runtime.errors import InputError
 
 MIXTURE = dataclasses.replace(
     BASE, n_heads=15, n_kv_heads=5, n_experts=5, experts_per_token=2, expert_size=36, dense_layers=(1,)
@@ -58,7 +60,7 @@ def test_matches_the_naive_float64_reference(config, renormalize):
 
 def test_farskip_is_a_ladder_without_shared_experts_and_dense_layers():
     plain = dataclasses.replace(MIXTURE, dense_layers=())
-    assert rewired(plain, "ladder").wiring_key == rewired(plain, "farskip").wiring_key
+    assert rewired(plain, "ladder").layer_wirings == rewired(plain, "farskip").layer_wirings
     for config in SHARED, MIXTURE:
         logits = []
         for wiring in "ladder", "farskip":
@@ -101,18 +103,18 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("ranks, compile, chunks", [
     (2, False, None), ((2, 1), False, 2), (3, False, None), pytest.param(4, False, None, marks=SLOW),
-    *(pytest.param(ranks, *how, marks=SLOW) for ranks in (2, (2, 1), 4) for how in ((True, None), (False, 2))),
+    *(pytest.param(meeting, *how, marks=SLOW) for meeting in (2, (2, 1), 4) for how in ((True, None), (False, 2))),
 ])  # fmt: skip
 def test_ranks_compute_the_same(ranks, compile, chunks):
     for config in CONFIGS if not compile else CONFIGS[-1:]:
-        for logits in run_ranks(ranks, functools.partial(rank_logits, config=config, compile=compile, chunks=chunks)):
+        for logits in run_ranks(meeting, functools.partial(rank_logits, config=config, compile=compile, chunks=chunks)):
             assert (logits - rank_logits(None, config)).abs().max() < 1e-4, config.wiring
 
 
 def stream_of(world, name, steps):
     """The sums of different partials, as a model's stream would have them."""
     world.group = world.dist_group or dist.group.WORLD
-    world.group = ranks.collective(name)(world)
+    world.group = meeting.collective(name)(world)
     comm = tp.TensorParallel(BASE, world.shares, world.group)
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.zeros(3, 4096, dtype=torch.bfloat16)
@@ -125,7 +127,7 @@ def stream_of(world, name, steps):
 @pytest.mark.parametrize("name", ["auto", "library"])
 def test_every_rank_gets_the_same_bits(ranks, name):
     """Else a router could choose other experts on one rank than on another."""
-    first, *others = run_ranks(ranks, stream_of, name, 40)
+    first, *others = run_ranks(meeting, stream_of, name, 40)
     assert first.std() > 1 and all(torch.equal(x, first) for x in others)
 
 
@@ -178,7 +180,7 @@ def test_a_limit_counts_the_experts_that_its_tokens_choose():
 def test_integers_are_their_dequantized_twin(mode, ranks, wiring, tmp_path):
     config = dataclasses.replace(SHARED, dim=64, expert_size=96, shared_expert_size=64)  # no MLP of 100 neurons
     config = dataclasses.replace(config, wiring=wiring, head_dim=16, n_heads=12, n_kv_heads=4)
-    names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
+    names = check_integers(config, random_model(config).state_dict(), mode, meeting, tmp_path)
     assert {"layers.0.feed_forward.experts.w2.scales", "layers.0.feed_forward.router.weight"} <= names
     assert "layers.0.feed_forward.router.scales" not in names
 
@@ -198,7 +200,7 @@ def check_integers(config, exact, mode, ranks, tmp_path):
         twin[name] = parts[0] if parts[1] is None else int_linear.dequantize(*(p if p is None else p.float() if
                      p.dtype == torch.bfloat16 else p for p in parts))  # fmt: skip
     expected = rank_logits(None, config, twin)
-    for logits in run_ranks(ranks, rank_logits, own, state):
+    for logits in run_ranks(meeting, rank_logits, own, state):
         assert (logits - expected).abs().max() < 2e-3
     return state.keys()
 
@@ -227,7 +229,7 @@ def in_float64(matrices):
 def test_few_rows_experts_against_float64(tokens, bits, threads):
     """Sizes that fill no panel; experts with one token, with more than eight, and with none."""
     E, D, neurons, k = 7, 64, 40, 3
-    few_rows.build()
+    skinny_gemm.build()
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, D, generator=generator).bfloat16()
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in range(tokens)])
@@ -235,11 +237,11 @@ def test_few_rows_experts_against_float64(tokens, bits, threads):
     for N, K in (neurons, D), (neurons, D), (D, neurons):
         w = random_experts(bits, E, N, K, generator)
         exact.append(in_float64(w))
-        shape = few_rows.packed_shape(w[0], w[1], None if bits == 8 else w[2]) if bits < 16 else ()
+        shape = skinny_gemm.packed_shape(w[0], w[1], None if bits == 8 else w[2]) if bits < 16 else ()
         out = torch.empty(torch.Size(shape).numel(), dtype=torch.uint8)
-        packed.append(few_rows.pack(w[0], w[1], None if bits == 8 else w[2], out) if bits < 16 else w[0])
+        packed.append(skinny_gemm.pack(w[0], w[1], None if bits == 8 else w[2], out) if bits < 16 else w[0])
     expected = torch.stack([torch.stack([one(x[t].double(), exact, int(e)) for e in chosen[t]]) for t in range(tokens)])
-    y = torch.ops.ladder.few_rows_experts(x, chosen, *packed, neurons, D, [bits] * 3)
+    y = torch.ops.ladder.skinny_gemm_experts(x, chosen, *packed, neurons, D, [bits] * 3)
     assert (y - expected).abs().max() < 0.01 * expected.abs().max()
     y = torch.ops.ladder.experts(x.double(), chosen, *exact)
     assert (y - expected).abs().max() < 1e-6 * expected.abs().max()
@@ -247,7 +249,7 @@ def test_few_rows_experts_against_float64(tokens, bits, threads):
 
 def one(x, matrices, e):
     """What expert e makes of a token."""
-    w1, w3, w2 = (kernels.floats([t[e] for t in matrix]) for matrix in matrices)
+    w1, w3, w2 = (experts.floats([t[e] for t in matrix]) for matrix in matrices)
     gate = w1 @ x
     return w2 @ (gate / (1 + (-gate).exp()) * (w3 @ x))
 
@@ -256,20 +258,20 @@ def one(x, matrices, e):
 @pytest.mark.parametrize("ranks", [1, 5, 7])
 def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
     """On a CPU, where grouped_mm asks for rows of whole 16 bytes, too."""
-    E, D, neurons, k, generator = 5, 64, 96, 2, torch.Generator().manual_seed(ranks)
+    E, D, neurons, k, generator = 5, 64, 96, 2, torch.Generator().manual_seed(meeting)
     x, config = torch.randn(8, D, generator=generator).bfloat16(), dataclasses.replace(MIXTURE, expert_size=neurons)
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in x])
     w1, w3, w2 = (random_experts(bits, E, N, K, generator) for N, K in [(neurons, D)] * 2 + [(D, neurons)])
     expected = torch.ops.ladder.experts(x.double(), chosen, *map(in_float64, (w1, w3, w2)))
     grouped = gathered = every = 0
-    for rank in range(ranks):
-        a, b = tp.shard_plan(config, rank, (1,) * ranks)["experts.w2"][1][0]
+    for rank in range(meeting):
+        a, b = tp.shard_plan(config, rank, (1,) * meeting)["experts.w2"][1][0]
         columns = [slice(None) if t.shape[2] == 1 else slice(*(i * t.shape[2] // neurons for i in (a, b))) for t in w2]
         own = [[t[:, a:b].contiguous() for t in w] for w in (w1, w3)]
         own.append([t[..., part].contiguous() for t, part in zip(w2, columns, strict=True)])
-        grouped += kernels.experts_on_a_gpu(x, chosen, *own).double()
-        gathered += kernels.gathered(x, chosen, *own).double()
-        every += kernels.every(x, chosen, *own).double()
+        grouped += experts.experts_on_a_gpu(x, chosen, *own).double()
+        gathered += experts.gathered(x, chosen, *own).double()
+        every += experts.every(x, chosen, *own).double()
     for result in grouped, gathered, every:
         assert (result - expected).abs().max() < 0.02 * expected.abs().max()
 
@@ -286,9 +288,9 @@ def test_a_gpu_s_compiled_step_waits_for_nothing(kind, tokens, compiles, way, mo
     calls = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiles)
     for name in "gathered", "every":
-        monkeypatch.setattr(kernels, name, lambda *args, name=name: calls.append(name))
+        monkeypatch.setattr(experts, name, lambda *args, name=name: calls.append(name))
     x, chosen = torch.zeros(tokens, 8).as_subclass(kind), torch.zeros(tokens, 2, dtype=torch.long)
-    kernels.Experts(8, 16, 4)(x, chosen)
+    experts.Experts(8, 16, 4)(x, chosen)
     assert calls == [way] * bool(way)
 
 
@@ -326,7 +328,7 @@ def test_a_gradient_passes_through_the_experts(config):
     moe = MoE(config).double()
     for weight in moe.parameters():
         torch.nn.init.normal_(weight, 0, 0.3)
-    kernels.make_differentiable(moe, compiles=False)
+    experts.make_differentiable(moe, compiles=False)
     x, weight = torch.randn(2, 6, 48).double(), torch.randn(2, 6, 48).double()
     gradients = []
     for forward in moe, every_expert(moe):
@@ -433,10 +435,13 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
         ({"mlp_bias": True}, "mlp_bias is not for a mixture"),
         ({"activation": "gelu_tanh"}, "activation gelu_tanh is not for a mixture"),
         (
-            {"shared_expert_size": 28, "sum_norms": True, "wiring": "farskip"},
-            "farskip is not for models with sum_norms",
+            {"shared_expert_size": 28, "post_norms": True, "wiring": "farskip"},
+            "farskip is not for models with post_norms",
         ),
-        ({"quant": "int4", "group_size": 32, "dim": 64, "expert_size": 32, "kept": ("wo",)}, "w2 .100.: keep w2"),
+        (
+            {"quant": "int4", "group_size": 32, "dim": 64, "expert_size": 32, "not_quantized": ("wo",)},
+            "w2 .100.: keep w2",
+        ),
     ],
 )
 def test_bad_configs_are_one_line(changes, words):

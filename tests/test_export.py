@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import convert_hf_checkpoint
 import tp
 from extras.export import to_hf, verify
-from formats import checkpoint, huggingface
-from formats.compare import check_vocabulary
-from formats.tokenizer import load_tokenizer
+from ladder.checkpoints import checkpoint, huggingface, writing
+from ladder.checkpoints.compare import check_vocabulary
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.errors import InputError
 from model import WIRINGS, Wiring
-from runtime import writing
-from runtime.errors import InputError
 
 LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE["original_max_position_embeddings"] = 16.0

@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import random_model, write_model
 
+from ladder.errors import InputError
 from model import Config
-from runtime.errors import InputError
 
 # script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds an empty and a long text.
 SCRIPTS = {

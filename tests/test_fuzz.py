@@ -16,11 +16,11 @@ from helpers import ROOT, write_model
 from test_convert import SMALL
 
 import tp
-from formats import checkpoint
-from formats.huggingface import config_from_hf
-from formats.tokenizer import load_tokenizer
+from ladder.checkpoints import checkpoint
+from ladder.checkpoints.huggingface import config_from_hf
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.errors import InputError
 from model import Config, Transformer
-from runtime.errors import InputError
 
 SECONDS = 1.2
 DEMO, TEXT = ROOT / "demo", "Once upon a time\n\tthere were 12 (twelve) little dogs. Zwölf? 十二! \x00 \ufffd <|eot|>"

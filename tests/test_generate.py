@@ -25,12 +25,13 @@ import eval
 import generate
 import tp
 from complete import complete, load
-from decoding.batch import Sampler
-from formats import checkpoint, sizes
-from formats.tokenizer import load_tokenizer
 from generate import Runner
-from runtime import cli, launch
-from runtime.errors import InputError
+from ladder.checkpoints import checkpoint, sizes
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.command_line.prompts import read_prompts
+from ladder.decoding.batch import Sampler
+from ladder.errors import InputError
+from ladder.ranks import launch
 
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -147,7 +148,7 @@ def test_the_functions_of_a_notebook_on_two_ranks_from_another_folder(tiny, tmp_
 import sys
 from complete import complete, load
 from runtime import launch
-from runtime.errors import InputError
+from ladder.errors import InputError
 def main():
     (model, tokenizer), (draft, _) = load(sys.argv[1]), load(sys.argv[1], wiring="ladder")
     for more in {}, {"draft": draft}:
@@ -271,7 +272,7 @@ def test_what_a_prompt_may_be(tiny, copy):
         (f"@{copy}/text", ["The <s>", "dog"]), (f"file:{copy}/text", ["The <s>\n\ndog\n"]),
         ("The <s>", ["The <s>"]), ("dog @@", ["dog @@"]),
     ):  # fmt: skip
-        ids = cli.read_prompts(argparse.Namespace(prompt=[given], **flags), config, tokenizer)
+        ids = read_prompts(argparse.Namespace(prompt=[given], **flags), config, tokenizer)
         assert ids == [[1, *tokenizer.encode_plain(text)] for text in texts] and all(1 not in row[1:] for row in ids)
 
 
@@ -281,7 +282,7 @@ def test_a_long_prefill_on_one_rank_shows_its_progress(shows, passes, monkeypatc
     net, bars = random_model(dataclasses.replace(BASE, n_layers=1, max_seq_len=9)), []
     monkeypatch.setattr(generate, "tqdm", lambda starts, *_, **__: bars.append(1) or starts)
     runner = Runner(net, net.new_cache(1, passes + 1))
-    runner.pass_tokens, runner.shows_progress = 1, shows
+    runner.chunk_tokens, runner.shows_progress = 1, shows
     runner.prefill(torch.ones(1, passes, dtype=torch.long), torch.tensor([passes]))
     assert bars == [1] * (passes > 8 and shows)
 
@@ -363,8 +364,8 @@ def test_what_is_likely_enough_is_chosen_without_gathering_logits():
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
-@pytest.mark.parametrize("pass_tokens", [1, 6, 26, 99])
-def test_a_prefill_in_passes_and_chunks_equals_one_pass(pass_tokens, chunks):
+@pytest.mark.parametrize("chunk_tokens", [1, 6, 26, 99])
+def test_a_prefill_in_passes_and_chunks_equals_one_pass(chunk_tokens, chunks):
     net = random_model(dataclasses.replace(BASE, sliding_window=3, window_layers=(0, 2)))
     tokens, lengths = unequal_rows(BASE)
     runner, widths = Runner(net, net.new_cache(3, 12), chunks=chunks), []
@@ -373,12 +374,12 @@ def test_a_prefill_in_passes_and_chunks_equals_one_pass(pass_tokens, chunks):
         widths.append(tokens.shape[1])
         return net(tokens, *args, **kwargs)
 
-    runner.prefill_model, runner.pass_tokens = prefill, pass_tokens
+    runner.prefill_model, runner.chunk_tokens = prefill, chunk_tokens
     with torch.no_grad():
         one = net.new_cache(3, 12)
         expected = net(tokens, cache=one, select=lengths - 1)[:, 0]
         logits = runner.prefill(tokens, lengths)
-    assert widths == {1: [1] * 9, 6: [2, 2, 2, 2, 1], 26: [8, 1], 99: [9]}[pass_tokens]
+    assert widths == {1: [1] * 9, 6: [2, 2, 2, 2, 1], 26: [8, 1], 99: [9]}[chunk_tokens]
     assert torch.allclose(logits, expected, atol=1e-5)
     for (k, v), (k1, v1) in zip(runner.cache, one, strict=True):
         assert torch.allclose(k, k1, atol=1e-5) and torch.allclose(v, v1, atol=1e-5)
@@ -390,7 +391,7 @@ def test_synthetic_prompts_differ_end_with_the_context_and_are_prefilled_in_two_
     two, _, said = run_json(tiny, *flags, 9, out=out, ranks=2)
     few, *_ = run_json(tiny, *flags, 8, out=out, ranks=2)
     assert (one["batch"], one["prompt_tokens"], one["new_tokens"]) == (9, 61, 3)
-    assert [result["prefill_chunks"] for result in (one, two, few)] == [1, 2, 1] and "prefill in 2 chunks" in said
+    assert [result["sequence_splits"] for result in (one, two, few)] == [1, 2, 1] and "prefill in 2 chunks" in said
     assert one["finish"] == ["length"] * 9 and "9 of 9 texts cut at" in said
     assert one["tokens"] == two["tokens"] and len({tuple(row) for row in one["tokens"]}) == 9
 
@@ -487,7 +488,7 @@ def twice(world, compile):
         torch._dynamo.reset()
         runs.append([])
         runner = Runner(net, net.new_cache(3, 24), compile)
-        runner.pass_tokens = 12
+        runner.chunk_tokens = 12
         greedy.append(generate.generate(runner, prompts, 12, sample).rows)
     logits, same = map(torch.stack, runs)
     assert greedy[0] == greedy[1] and torch.equal(logits, same)

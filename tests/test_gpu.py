@@ -21,8 +21,8 @@ from helpers import WIRED, check_split_attention, command, last_logits, random_m
 from reference import MixtureReference
 
 from extras import gpu
-from formats.sizes import RandomWeights
-from kernels import int_linear
+from ladder.checkpoints.sizes import RandomWeights
+from ladder.kernels import int_linear, table
 from model import Config
 from tp import load_shard
 
@@ -85,7 +85,7 @@ def quantized(quant, **changes):
         if isinstance(module, int_linear.QuantLinear):
             zeros = None if module.zeros is None else module.zeros.double()
             state[f"{name}.weight"] = int_linear.dequantize(module.weight, module.scales.double(), zeros)
-    int_linear.use_kernels(net, DEVICE.type)
+    table.use_kernels(net, DEVICE.type)
     return net, state
 
 

@@ -8,10 +8,10 @@ import torch
 from helpers import ROOT
 
 import generate
-from extras.gpu.modules import MANY, unpacked, use_int4
-from formats import checkpoint, sizes
-from kernels import int_linear
-from runtime.launch import World
+from ladder.checkpoints import checkpoint, sizes
+from ladder.kernels import int_linear, table
+from ladder.kernels.gpu.integers import MANY, unpacked, use_int4
+from ladder.ranks.launch import World
 
 
 # a part of a tile, whole tiles, some and a part; sums in 7 parts, some of them empty, and in one
@@ -84,7 +84,7 @@ def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, dtype, 
     loaded = types.SimpleNamespace(config=config, dtype=checkpoint.DTYPES[dtype], modules=lambda: [loaded, linear])
     monkeypatch.setattr(sizes, "RandomWeights", lambda *_: None)
     monkeypatch.setattr(generate, "load_shard", lambda *_: loaded)
-    for key in int_linear.KERNELS:
-        monkeypatch.setitem(int_linear.KERNELS, key, lambda linears, key=key: calls.append((*key, linears)))
+    for key in table.KERNELS:
+        monkeypatch.setitem(table.KERNELS, key, lambda linears, key=key: calls.append((*key, linears)))
     assert generate.load_model(config, None, dtype, World(0, 1, torch.device(device))) is loaded
     assert calls == [(quant, device, [linear])] * used

@@ -9,14 +9,14 @@ from helpers import WIRED, wired_id
 from test_gpu import CONFIG, DEVICE, ON_CPU, _fresh, pytestmark  # noqa: F401
 from test_training import check_resumption, fresh, retrain  # noqa: F401
 
-from decoding.batch import make_cache
 from extras.measure import link
 from extras.measure.clock import run_layers
 from extras.measure.exposed import Case, own_all_reduce, replays
-from formats.sizes import RandomWeights
 from generate import Runner
-from runtime.benchmarking import timed
-from runtime.launch import World
+from ladder.benchmarking import timed
+from ladder.checkpoints.sizes import RandomWeights
+from ladder.decoding.batch import make_cache
+from ladder.ranks.launch import World
 from tp import TensorParallel, load_shard
 
 

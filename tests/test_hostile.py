@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 import complete
 import convert_hf_checkpoint
-from formats import checkpoint
-from formats.compare import digest
-from formats.tokenizer import load_tokenizer
-from runtime import cli, writing
-from runtime.errors import InputError
+from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints.compare import digest
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.command_line.prompts import read_prompts
+from ladder.errors import InputError
 
 DEMO = ROOT / "demo"
 
@@ -68,7 +68,7 @@ def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp
     (tmp_path / "prompts").write_bytes("\ufeffone\u2028line\x0c\r\n\nanother\n".encode())
     args = SimpleNamespace(prompt=[f"@{tmp_path}/prompts"], prompt_length=None, batch=None, chat=None)
     tokenizer = SimpleNamespace(encode=lambda text: [len(text)])
-    assert cli.read_prompts(args, BASE, tokenizer) == [[len("one\u2028line\x0c")], [len("another")]]
+    assert read_prompts(args, BASE, tokenizer) == [[len("one\u2028line\x0c")], [len("another")]]
 
 
 def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path):

@@ -16,8 +16,8 @@ from test_wiring import eager_order
 import convert_hf_checkpoint
 import generate
 import quantize
-from formats import checkpoint, huggingface
-from runtime.errors import InputError
+from ladder.checkpoints import checkpoint, huggingface
+from ladder.errors import InputError
 
 SHAPE = {
     "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,

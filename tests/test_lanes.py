@@ -11,8 +11,9 @@ from test_quantize import INT4, INT8, dequantized_state, quantized_state
 from test_tp import BIASED, check_ranks
 
 import tp
-from extras.lanes.lanes import lanes_of_rank, load_lanes
-from runtime.errors import InputError, progress
+from ladder.errors import InputError
+from ladder.lanes.lanes import lanes_of_rank, load_lanes
+from ladder.progress import progress
 
 LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.depends_on_lanes]
 LANED = [*(f"{wiring}/4" for wiring in LANED if wiring != "upper-bound"), "desync:3/4", "delayed-3/4"]
@@ -35,7 +36,7 @@ def test_lanes_of_a_rank_take_chunks_and_are_compiled(how):
 
 def test_lanes_have_the_same_neurons_in_int4():
     plain = dataclasses.replace(BASE, wiring="spd/4", intermediate_size=352, dim=64)
-    int4 = dataclasses.replace(plain, quant="int4", group_size=32, kept=("wo",))
+    int4 = dataclasses.replace(plain, quant="int4", group_size=32, not_quantized=("wo",))
     for lane in range(4):
         expected = (1, [(88 * lane, 88 * (lane + 1))])
         assert all(tp.shard_plan(config, lane, (1,) * 4)["w2"] == expected for config in (int4, plain))

@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT
 
-from runtime import cli, compiling, launch, ranks
-from runtime.errors import InputError, Progress, Verdict, progress
-from runtime.launch import Terminated
+from ladder.command_line import flags
+from ladder.errors import InputError, Verdict
+from ladder.kernels import compiling
+from ladder.progress import Progress, progress
+from ladder.ranks import launch, meeting
+from ladder.ranks.launch import Terminated
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +80,9 @@ def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, 
 
 def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_path):
     store = dist.HashStore()
-    kept = ranks.functools.cache(lambda: store)
+    kept = meeting.functools.cache(lambda: store)
     kept()
-    monkeypatch.setattr(ranks, "store", kept)
+    monkeypatch.setattr(meeting, "store", kept)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "argv", ["x.py"])
 
@@ -101,7 +104,7 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_
     store.delete_key("ended")
     assert [leave(1, wrong, "0"), leave(0, wrong, None), leave(2, Terminated("SIGTERM"), None)] == [2] * 3
     with pytest.raises(SystemExit) as end:
-        ranks.World(0, 3, torch.device("cpu")).gather(1)  # rather than wait for ranks that have left
+        meeting.World(0, 3, torch.device("cpu")).gather(1)  # rather than wait for ranks that have left
     assert end.value.code == 2
 
 
@@ -111,9 +114,9 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     store = dist.HashStore()
-    monkeypatch.setattr(ranks, "store", lambda: store)
-    monkeypatch.setattr(ranks, "_gathers", ranks.collections.Counter())
-    world = ranks.World(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(meeting, "store", lambda: store)
+    monkeypatch.setattr(meeting, "_gathers", meeting.collections.Counter())
+    world = meeting.World(0, 2, torch.device("cpu"))
     for n, text in enumerate([pickle.dumps(Stranger()), "", b"\xff", "5", '{"a": 1}', "[" * 100_000], start=1):
         store.set(f"gathered 2 {n} 1", text)
         with pytest.raises(InputError, match=f"^another program has written 'gathered 2 {n} 1' to this run's store"):
@@ -195,7 +198,7 @@ def test_one_rank_prints_the_help(monkeypatch, capsys):
     for rank in 0, 1:
         monkeypatch.setenv("RANK", str(rank))
         with pytest.raises(SystemExit) as end:
-            cli.Parser("what it does").parse_args(["--help"])
+            flags.Parser("what it does").parse_args(["--help"])
         assert end.value.code == 0 and ("what it does" in capsys.readouterr().out) == (rank == 0)
 
 
@@ -203,7 +206,7 @@ def test_one_rank_prints_the_help(monkeypatch, capsys):
 
 
 def test_each_difference_is_named():
-    world, own = ranks.World(0, 3, torch.device("cpu")), {"the script": "x.py", "--seed": "1"}
+    world, own = meeting.World(0, 3, torch.device("cpu")), {"the script": "x.py", "--seed": "1"}
     world.gather = lambda value: [own] * 3
     world.agree(own)
     world.gather = lambda value: [own, own, {"the script": "x.py", "--prompt": "x" * 100}]
@@ -216,6 +219,6 @@ def test_each_difference_is_named():
 
 def test_what_ranks_are_compared_by():
     flags = vars(argparse.Namespace(checkpoint="here", seed=0, top_k=3, wiring=None, compile=False, json="x"))
-    start = ranks._start(flags, torch.device("cpu"))
+    start = meeting._start(flags, torch.device("cpu"))
     assert start.keys() == {"the script", "the code", "torch", "device", "--seed", "--top-k"}
     assert start["--seed"] == 0 and start["torch"] == torch.__version__

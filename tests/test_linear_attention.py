@@ -11,18 +11,19 @@ from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, u
 from test_convert import SMALL, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, hf_model, nested
 from test_experts import check_integers
 
-from extras.cpu import few_rows, modules
-from extras.drafts import read_draft
 from extras.export import verify
-from extras.lanes.lanes import load_lanes
-from extras.linear_attention.layer import gated_delta_rule, normalized
 from extras.measure import advise
-from formats import huggingface
-from formats.sizes import RandomWeights, named_size
 from generate import Runner
+from ladder.checkpoints import huggingface
+from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.command_line import report
+from ladder.decoding.drafts import read_draft
+from ladder.errors import InputError
+from ladder.kernels import compiling
+from ladder.kernels.cpu import modules, skinny_gemm
+from ladder.lanes.lanes import load_lanes
+from ladder.layers.linear_attention import gated_delta_rule, normalized
 from model import build
-from runtime import compiling, report
-from runtime.errors import InputError
 from tp import load_shard, shard_plan
 
 
@@ -183,7 +184,7 @@ def test_a_prefill_in_parts_passes_the_state_on(part):
     net, lengths = long_memory(CONFIG), torch.tensor([14, 9, 3])
     tokens = unequal_rows(CONFIG, length=14)[0]
     runner = Runner(net, net.new_cache(3, 16))
-    runner.pass_tokens = 3 * part
+    runner.chunk_tokens = 3 * part
     with torch.no_grad():
         expected = torch.stack([net(row[None, :n])[0, -1] for row, n in zip(tokens, lengths, strict=True)])
         longer = [torch.cat((row[:n], torch.tensor([7]))) for row, n in zip(tokens, lengths, strict=True)]
@@ -219,8 +220,8 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
     compiling.use_decode_kernels(fast)
     layer, gated = fast.layers[0].attention, fast.layers[1].attention
     for linear in layer.wqkvz, layer.wout, gated.wqkv, gated.wo:
-        assert linear.kernel is few_rows.multiply if quant else type(linear) is few_rows.FewRowsLinear
-    assert gated.attend is modules.decode_attend and type(layer.wba) is few_rows.FewRowsLinear
+        assert linear.kernel is skinny_gemm.multiply if quant else type(linear) is skinny_gemm.SkinnyLinear
+    assert gated.attend is modules.decode_attend and type(layer.wba) is skinny_gemm.SkinnyLinear
     with torch.inference_mode():
         exact, plain, fast = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain, fast))
     assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
@@ -249,7 +250,7 @@ def test_bytes_of_a_step_and_of_the_advisor():
     ({"linear_attention": {**SETTINGS, "value_heads": 7}}, "value_heads 7 is no multiple of key_heads 5"),
     ({"linear_attention": {**SETTINGS, "key_dim": 2**40}}, "key_dim is 1099511627776, but"),
     ({"linear_attention": {**SETTINGS, "depth": 7}}, "depth is 7, but"),
-    ({"quant": "int4", "group_size": 32, "dim": 64, "head_dim": 16, "kept": ("w2",)}, "wout .120.: keep wout"),
+    ({"quant": "int4", "group_size": 32, "dim": 64, "head_dim": 16, "not_quantized": ("w2",)}, "wout .120.: keep wout"),
 ])  # fmt: skip
 def test_bad_configs_are_one_line(changes, words):
     with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):

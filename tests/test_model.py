@@ -9,11 +9,11 @@ import torch
 from helpers import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, wired_id
 from test_wiring import check_against_the_reference
 
-from formats import checkpoint
-from formats.sizes import SIZES
-from kernels.attention import rope_frequencies
+from ladder.checkpoints import checkpoint
+from ladder.checkpoints.sizes import SIZES
+from ladder.errors import InputError
+from ladder.layers.attention_inputs import rope_frequencies
 from model import build
-from runtime.errors import InputError
 
 
 @pytest.mark.parametrize("changes", [
@@ -80,10 +80,13 @@ CONFIGS = [  # changes and the line
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
     ({"sliding_window": 4, "window_layers": (0, 3)}, "window_layers takes layers from 0 to 2, not"),
     ({"window_layers": (0,)}, "a sliding_window of 1 or more tokens"),
-    ({"sum_norms": True, "wiring": "spd"}, "wiring spd is not for models with sum_norms: it adds partials before they"),
-    ({"sum_norms": True, "wiring": "delayed-2:1"}, "wiring delayed-2:1 is not for models with sum_norms"),
-    ({"sum_norms": True, "wiring": "pair:0,1"}, "wiring pair:0,1 is not for models with sum_norms"),
-    ({"sum_norms": True, "wiring": "parallel-ladder"}, "wiring parallel-ladder is not for models with sum_norms"),
+    (
+        {"post_norms": True, "wiring": "spd"},
+        "wiring spd is not for models with post_norms: it adds partials before they",
+    ),
+    ({"post_norms": True, "wiring": "delayed-2:1"}, "wiring delayed-2:1 is not for models with post_norms"),
+    ({"post_norms": True, "wiring": "pair:0,1"}, "wiring pair:0,1 is not for models with post_norms"),
+    ({"post_norms": True, "wiring": "parallel-ladder"}, "wiring parallel-ladder is not for models with post_norms"),
     (
         {"qk_norm": True, "whole_qk_norm": True, "wiring": "desync"},
         "wiring desync is not for models with whole_qk_norm",

@@ -7,9 +7,10 @@ import torch
 from helpers import BASE, YARN
 
 import generate
-from decoding.batch import make_cache
-from formats import sizes
-from runtime import launch, report
+from ladder.checkpoints import sizes
+from ladder.command_line import report
+from ladder.decoding.batch import make_cache
+from ladder.ranks import launch
 from tp import load_shard
 
 CPU = torch.device("cpu")

@@ -31,20 +31,19 @@ import eval as evaluate
 import generate
 import quantize
 import tp
-from formats import checkpoint
-from kernels import int_linear
-from runtime import compiling, writing
-from runtime.errors import InputError
+from ladder.checkpoints import checkpoint, writing
+from ladder.errors import InputError
+from ladder.kernels import compiling, int_linear, table
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
 CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160)
 INT8 = dataclasses.replace(CONFIG, quant="int8")
 INT4 = dataclasses.replace(CONFIG, quant="int4", group_size=32)
-KEPT = dataclasses.replace(INT4, intermediate_size=172, kept=("output", "w2"))  # 172 is no multiple of 32
+KEPT = dataclasses.replace(INT4, intermediate_size=172, not_quantized=("output", "w2"))  # 172 is no multiple of 32
 # with 3 heads of 16 columns a rank, groups of wo straddle the ranks' edges
 BIASED = dataclasses.replace(INT4, n_kv_heads=8, qkv_bias=True, wo_bias=True, mlp_bias=True, qk_norm=True)
 TIED = dataclasses.replace(INT4, tie_embeddings=True)
-TABLE = dataclasses.replace(INT8, tie_embeddings=True, kept=("tok_embeddings",))
+TABLE = dataclasses.replace(INT8, tie_embeddings=True, not_quantized=("tok_embeddings",))
 NARROW = dataclasses.replace(INT4, intermediate_size=64)  # two groups, for up to four ranks
 GEMMA_INT8, OLMO_INT4 = (
     dataclasses.replace(c, **{**family, "rope_scaling": None}) for c, family in ((INT8, GEMMA), (INT4, OLMO))
@@ -61,7 +60,7 @@ def quantized_state(config, iterations=2):
 
 @functools.cache
 def _quantized_state(config, iterations):
-    state = random_model(dataclasses.replace(config, quant=None, group_size=None, kept=())).state_dict()
+    state = random_model(dataclasses.replace(config, quant=None, group_size=None, not_quantized=())).state_dict()
     read = quantize.quantized(types.SimpleNamespace(read=state.get), config, iterations)
     return {name: read(name) for name in writing.shapes(config)}
 
@@ -132,7 +131,7 @@ def integers(N, K, size, seed=0):
 def test_a_rank_without_rows_of_the_output_head():
     config = dataclasses.replace(INT8, vocab_size=9)
     net = tp.load_shard(config, StateWeights(quantized_state(config)), torch.bfloat16, "cpu", 3, (1,) * 4)
-    for use in (functools.partial(int_linear.use_kernels, kernel_set="cpu"), compiling.use_decode_kernels):
+    for use in (functools.partial(table.use_kernels, kernel_set="cpu"), compiling.use_decode_kernels):
         use(net)
         assert net.output(numbers(2, 40, 64).bfloat16()).shape == (2, 40, 0)
 
@@ -158,7 +157,7 @@ def expected_logits(config):
 
 def check_model(config, dtype, tolerance, fast=False, compile=False):
     """Return a quantized model, if `fast` with fast modules, after comparing its logits with what its numbers say."""
-    int_linear.use_kernels(net := int_shard(config, dtype), "cpu")
+    table.use_kernels(net := int_shard(config, dtype), "cpu")
     if fast:
         compiling.use_decode_kernels(net)
     logits = last_logits(net, *unequal_rows(config), compile=compile)
@@ -178,7 +177,7 @@ def test_a_quantized_model_computes_what_its_numbers_say(config, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
 def test_compiled_it_does_with_pytorchs_kernels_too(config, monkeypatch):
-    monkeypatch.setattr(compiling, "find_extra", {}.get)
+    monkeypatch.setattr(compiling.modules, "use_skinny_gemm", lambda model: None)
     check_model(dataclasses.replace(config, n_layers=1), torch.bfloat16, 0.06, compile=True)
 
 
@@ -186,7 +185,7 @@ def rank_logits(world, cases, tokens, lengths, compile):
     out = []
     for config, dtype in cases:
         net = int_shard(config, dtype, world)
-        int_linear.use_kernels(net, "cpu")
+        table.use_kernels(net, "cpu")
         out.append(last_logits(net, tokens, lengths, compile=compile))
     return out
 
@@ -243,7 +242,7 @@ def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsy
     printed = capsys.readouterr().out
     assert "times smaller than before" in printed and f"eval.py --checkpoint {out} --compare {folder} --" in printed
     config, files = checkpoint.read_config(out), sorted(out.glob("model-*.safetensors"))
-    assert (config.quant, config.kept, config.wiring) == (mode, kept, "ladder") and len(files) > 3
+    assert (config.quant, config.not_quantized, config.wiring) == (mode, kept, "ladder") and len(files) > 3
     state = {name: tensor for file in files for name, tensor in load_file(file).items()}
     plain = load_file(folder / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in state.items()} == writing.shapes(config)
@@ -274,7 +273,7 @@ def test_bad_checkpoints_are_one_clear_line(tmp_path):
     with pytest.raises(InputError, match=rf"^group size 128 does not .* tok_embeddings \(64\), {matrices}$"):
         run(odd, "--group-size", "128")
     with pytest.raises(InputError, match=r"\(64\): use 64, or keep tok_embeddings,wqkv,w1,w3$"):  # a tied head's table
-        dataclasses.replace(TIED, group_size=128, kept=("wo", "w2"))
+        dataclasses.replace(TIED, group_size=128, not_quantized=("wo", "w2"))
     run(odd, "--keep", "w2")
     with pytest.raises(InputError, match="int4 is quantized .int4.: give the original"):
         run(tmp_path / "int4")

@@ -20,8 +20,8 @@ from test_generate import edit_config
 from test_linear_attention import CONFIG as LINEAR
 
 from complete import complete, load
-from formats.tokenizer import load_tokenizer
 from generate import Runner
+from ladder.checkpoints.tokenizer import load_tokenizer
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: requirements-serve.txt has it")
 from extras.serve.protocol import Text

@@ -1,4 +1,4 @@
-"""extras/sources: rank files and the files of llama2.c, also those of strangers."""
+"""ladder/checkpoints: rank files and the files of llama2.c, also those of strangers."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from test_convert import check_parity, convert, hf_model
 from test_fuzz import SECONDS, check_changes
 from test_hostile import refused
 
-from extras.sources import Llama2cWeights
-from formats.tokenizer import load_tokenizer
+from ladder.checkpoints.llama2c import Llama2cWeights
+from ladder.checkpoints.tokenizer import load_tokenizer
 
 LLAMA2C = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 

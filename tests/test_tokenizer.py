@@ -8,8 +8,8 @@ import shutil
 import pytest
 from helpers import shared_data
 
-from formats import tokenizer
-from runtime.errors import InputError
+from ladder.checkpoints import tokenizer
+from ladder.errors import InputError
 
 TEXTS = ["Once upon a time", " two  spaces, and\nlines\n", "naïve 🙂 日本", "1234 <s> </s>", "x"]
 TEMPLATE = (

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ from helpers import (
 from reference import Reference
 
 import tp
+from ladder.errors import InputError
+from ladder.kernels import compiling
+from ladder.ranks import launch, meeting, watch
 from model import VOCAB_BLOCK
-from runtime import compiling, launch, ranks
-from runtime.errors import InputError
 
 UNEVEN = {"n_heads": 15, "n_kv_heads": 5, "intermediate_size": 101, "vocab_size": 130}
 BIASED = {
@@ -56,7 +58,7 @@ def indices(ranges):
 
 HEADS = (12, 12), (12, 4), (12, 3), (12, 2), (12, 1), (15, 5), (14, 2)
 ODD = {"intermediate_size": 101, "vocab_size": 143}
-PLANS = [({"n_heads": n, "n_kv_heads": k, **ODD}, [(1,) * ranks for ranks in range(1, 13)]) for n, k in HEADS]
+PLANS = [({"n_heads": n, "n_kv_heads": k, **ODD}, [(1,) * meeting for meeting in range(1, 13)]) for n, k in HEADS]
 PLANS += [(changes, [*UNEQUAL_SHARES, (7, 7, 7)]) for changes in (MANY, ONE_KV_HEAD)]
 
 
@@ -156,8 +158,8 @@ def expected_logits(config, shares):
 def check_ranks(shares, cases, **how):
     """On each rank the logits are the reference's and, where the wiring has no lanes, those of one device."""
     cases = [dataclasses.replace(BASE, **changes) for changes in cases]
-    ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, **how))
-    for config, first, *others in zip(cases, *ranks, strict=True):
+    meeting = run_ranks(shares, functools.partial(logits_of, cases=cases, **how))
+    for config, first, *others in zip(cases, *meeting, strict=True):
         assert all(torch.equal(other, first) for other in others), f"{config}: the ranks disagree"
         error = (first - expected_logits(config, config.fixed_lanes or shares)).abs().max()
         assert error < 1e-4, f"{config}: {error}"
@@ -215,7 +217,7 @@ def test_compiled_ranks_compute_it_over_gloo_too():
 
 
 def bfloat16_logits(world, config, compile):
-    """Return this rank's logits, plain and with few_rows.cpp, which --compile takes."""
+    """Return this rank's logits, plain and with skinny_gemm.cpp, which --compile takes."""
     nets = [shard(config, world, torch.bfloat16) for _ in range(2)]
     compiling.use_decode_kernels(nets[1])
     return [last_logits(net, *unequal_rows(config), compile=c) for net, c in zip(nets, (False, compile), strict=True)]
@@ -230,9 +232,9 @@ FEW_ROWS += [pytest.param(3, changes, True, marks=pytest.mark.slow) for changes 
 @pytest.mark.parametrize("tp_size, changes, compile", FEW_ROWS)
 def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compile):
     config = dataclasses.replace(BASE, **{**UNEVEN, **changes, "head_dim": 64})  # for its decode_attention
-    ranks = run_ranks(tp_size, bfloat16_logits, config, compile)
-    plain, fast = ranks[0]
-    assert all(torch.equal(other[1], fast) for other in ranks)
+    meeting = run_ranks(tp_size, bfloat16_logits, config, compile)
+    plain, fast = meeting[0]
+    assert all(torch.equal(other[1], fast) for other in meeting)
     expected = expected_logits(config, tp_size)
     assert (fast - expected).abs().max() < 0.05 * expected.abs().max()
     assert (fast - expected).abs().mean() < 1.2 * (plain - expected).abs().mean()
@@ -291,11 +293,11 @@ def test_ranks_that_each_see_one_gpu_use_it_if_these_differ(gpus, device, monkey
     """As where a job gives each task a GPU: the last of two ranks, by the UUIDs that they see."""
     every = [one.split(",") if one else [] for one in gpus.split(" ")]
     monkeypatch.setattr(launch, "rank_and_size", lambda: (1, 2))
-    monkeypatch.setattr(ranks, "visible_gpus", lambda device: every[1])
-    monkeypatch.setattr(ranks, "find_extra", lambda name: None)
-    monkeypatch.setattr(ranks.World, "gather", lambda self, value: every)
+    monkeypatch.setattr(meeting, "visible_gpus", lambda device: every[1])
+    monkeypatch.setattr(watch, "Watch", Mock())
+    monkeypatch.setattr(meeting.World, "gather", lambda self, value: every)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    monkeypatch.setattr(ranks, "make_group", lambda *args: None)
+    monkeypatch.setattr(meeting, "make_group", lambda *args: None)
     assert str(launch.join(None, {"comm": "library"}).device) == device

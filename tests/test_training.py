@@ -17,14 +17,14 @@ import eval as evaluate
 import quantize
 import tp
 from extras import chat
-from extras.lanes import load_lanes
 from extras.training import adapt, data, sharding
 from extras.training.data import TOKEN, Windows
-from formats import checkpoint
-from formats.tokenizer import Tokenizer, load_tokenizer
+from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints.tokenizer import Tokenizer, load_tokenizer
+from ladder.errors import InputError
+from ladder.lanes.lanes import load_lanes
+from ladder.ranks import launch
 from model import rewired
-from runtime import launch, writing
-from runtime.errors import InputError
 
 # Documents, tokens, windows
 

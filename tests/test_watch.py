@@ -1,4 +1,4 @@
-"""extras/watch: what a Watch makes of what it sees. tests/test_faults.py has real deaths and stalls."""
+"""ladder/ranks/watch.py: what a Watch makes of what it sees. tests/test_faults.py has real deaths and stalls."""
 
 import contextlib
 import dataclasses
@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from extras import watch
-from runtime import compiling, launch, ranks
-from runtime.errors import InputError, Progress, Verdict, progress
+from ladder.errors import InputError, Verdict
+from ladder.kernels import compiling
+from ladder.progress import Progress, progress
+from ladder.ranks import launch, meeting, watch
 
 
 class Ended(Exception):
@@ -167,12 +168,12 @@ def test_what_a_stranger_writes_to_the_store_is_ignored(text, monkeypatch):
     for key in "place 1", "ended":
         w.store.set(key, text)
     w._tick()
-    assert w.seen[1].phase == "prefill" and w.silent == [0, 1] and ranks.ended(w.store) is None
+    assert w.seen[1].phase == "prefill" and w.silent == [0, 1] and meeting.ended(w.store) is None
     store = functools.cache(lambda: w.store)
     store()
-    monkeypatch.setattr(ranks, "store", store)
-    assert ranks.leave_first(2, 1, None) == (2, True)  # and the others hear of it
-    assert ranks.leave_first(0, 0, None)[0] in (0, 2) and ranks.ended(w.store) == 2
+    monkeypatch.setattr(meeting, "store", store)
+    assert meeting.leave_first(2, 1, None) == (2, True)  # and the others hear of it
+    assert meeting.leave_first(0, 0, None)[0] in (0, 2) and meeting.ended(w.store) == 2
 
 
 def test_what_happens_on_another_node_is_said_of_its_torchrun_and_by_the_connection(monkeypatch):

@@ -12,14 +12,16 @@ from helpers import BASE, GEMMA, ONE_EACH, WIRED, last_logits, random_model, sha
 from reference import Reference
 
 import model
-from formats import checkpoint
-from formats.fields import wiring_name
 from generate import Runner
+from ladder.checkpoints import checkpoint, writing
+from ladder.command_line import flags
+from ladder.command_line.job import parse_generation_flags
+from ladder.errors import InputError
+from ladder.kernels import compiling
+from ladder.wiring_text import wiring_name
 from model import WIRINGS, Wiring
-from runtime import cli, compiling, writing
-from runtime.errors import InputError
 
-STANDARD_ALONE = [c for c in WIRED if cli.is_standard_in_one_lane(dataclasses.replace(BASE, **c).named_wiring)]
+STANDARD_ALONE = [c for c in WIRED if flags.is_standard_in_one_lane(dataclasses.replace(BASE, **c).named_wiring)]
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
@@ -61,7 +63,7 @@ def test_the_wirings_are_different_functions_but_those_that_are_standard_in_one_
 
 def test_one_function_is_one_however_it_is_spelled():
     spelled = ["ladder", "ladder:3", "ladder:2,0,1", "ladder:2", "ladder:2,1", "ladder:0,2", "desync", "desync:2"]
-    functions = [dataclasses.replace(BASE, wiring=name).wiring_key for name in [*spelled, "desync:3"]]
+    functions = [dataclasses.replace(BASE, wiring=name).layer_wirings for name in [*spelled, "desync:3"]]
     assert [functions.index(f) for f in functions] == [0, 0, 0, 3, 3, 5, 6, 6, 8]
 
 
@@ -159,7 +161,7 @@ def generated_code(config, world, batch, length, dtype):
         return "\n".join(get_code(step, torch.randint(config.vocab_size, (batch, length)), **kwargs))
 
 
-MATMUL = r"extern_kernels\.(mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.few_rows\.default\("
+MATMUL = r"extern_kernels\.(mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.skinny_gemm\.default\("
 
 
 def calls(source):
@@ -198,9 +200,9 @@ def check_compiled_order(changes, world, length=1, dtype=torch.float32):
     assert squeeze(events) == squeeze([*order, "c"])  # and the output head
 
 
-PASSES = {"decode": (1, torch.float32), "prefill": (5, torch.float32), "decode with few_rows": (1, torch.bfloat16)}
+PASSES = {"decode": (1, torch.float32), "prefill": (5, torch.float32), "decode with skinny_gemm": (1, torch.bfloat16)}
 NORMED = {**GEMMA, "window_layers": (0,)}  # of sums
-FAST = [({"wiring": "ladder:1,"}, "decode", 0, 2), ({"wiring": "delayed-2"}, "decode with few_rows", 0, 2)]
+FAST = [({"wiring": "ladder:1,"}, "decode", 0, 2), ({"wiring": "delayed-2"}, "decode with skinny_gemm", 0, 2)]
 SLOW = [({"wiring": "ladder"}, "prefill", 0, 2), ({**NORMED, "wiring": "ladder:1,"}, "prefill", 0, 2)]
 SLOW += [({**NORMED, "wiring": wiring}, "decode", 0, 2) for wiring in ("standard", "ladder")]
 SLOW += [(changes, name, 0, 2) for changes in ONE_EACH for name in PASSES]
@@ -222,7 +224,7 @@ def test_compiled_code_keeps_the_order_of_the_loop(changes, name, rank, tp_size,
 
 def chosen(own, flags):
     """Return the config that generate.py runs with these flags."""
-    return cli.with_wiring(own, cli.parse_generation_flags("", ["--checkpoint", "x", *flags.split()]))
+    return flags.with_wiring(own, parse_generation_flags("", ["--checkpoint", "x", *flags.split()]))
 
 
 def test_flags_choose_a_wiring():
@@ -244,11 +246,11 @@ def test_flags_choose_a_wiring():
 ])  # fmt: skip
 def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words, capsys):
     own, config = (dataclasses.replace(BASE, wiring=text) for text in (own, wiring))
-    cli.warn_of_wiring(own, config, (1,) * ranks)
+    flags.warn_of_wiring(own, config, (1,) * ranks)
     warning = capsys.readouterr().err
     assert words in warning and warning.count("\n") == bool(words)
     one_norm = Wiring("", (model.attention_plus_mlp,), norms=("attention_norm",), depends_on_lanes=True)
-    assert not cli.is_standard_in_one_lane(one_norm)  # it is parallel there
+    assert not flags.is_standard_in_one_lane(one_norm)  # it is parallel there
 
 
 # ---------------------------------------------------------------------------------------------------------------------

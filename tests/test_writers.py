@@ -13,8 +13,8 @@ import torch
 from tqdm import tqdm
 
 import quantize
-from runtime import writing
-from runtime.errors import InputError
+from ladder.checkpoints import writing
+from ladder.errors import InputError
 
 
 def names(folder):

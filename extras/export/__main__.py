@@ -1,5 +1,5 @@
 from extras.export.to_hf import main
-from runtime import launch
+from ladder.ranks import launch
 
 if __name__ == "__main__":
     launch.run(main)

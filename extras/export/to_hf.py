@@ -10,14 +10,14 @@ import math
 import shutil
 from pathlib import Path
 
-from formats import checkpoint
-from formats.checkpoint import dtype_name
-from formats.families import FAMILIES
-from formats.huggingface import ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
-from formats.tokenizer import SentencePieceTokenizer, load_tokenizer
-from kernels.rope_scaling import ROPE_KEYS
-from runtime import cli, writing
-from runtime.errors import InputError
+from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints.checkpoint import dtype_name
+from ladder.checkpoints.families import FAMILIES
+from ladder.checkpoints.huggingface import ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
+from ladder.checkpoints.tokenizer import SentencePieceTokenizer, load_tokenizer
+from ladder.command_line import flags
+from ladder.errors import InputError
+from ladder.layers.rope_scaling import ROPE_KEYS
 
 CODE = Path(__file__).with_name("exported")  # copied into a folder whose model transformers does not have
 BLOCKS = {  # of the wirings that this code computes
@@ -206,14 +206,14 @@ def convert_tokenizer(folder, tokenizer):
 
 
 def main(argv=None):
-    p = cli.Parser(__doc__)
+    p = flags.Parser(__doc__)
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of ours, e.g. demo")
     writing.add_output_flags(p, "hf/demo")
-    cli.add_wiring_flags(p)
+    flags.add_wiring_flags(p)
     args = p.parse_args(argv)
     own, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
-    config = cli.with_wiring(own, args)
-    cli.warn_of_wiring(own, config, (1,))
+    config = flags.with_wiring(own, args)
+    flags.warn_of_wiring(own, config, (1,))
     dtype = checkpoint.chosen_dtype(args.dtype, weights)
     tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
     with writing.new_folder(args.out) as out:

@@ -6,12 +6,13 @@ python -m extras.export.verify meta-llama/Llama-3.2-1B checkpoints/1b
 import torch
 
 from convert_hf_checkpoint import open_source
-from formats import checkpoint
-from formats.checkpoint import dtype_name, first_line
-from formats.families import NESTED
-from formats.tokenizer import load_tokenizer
-from runtime import cli, launch, writing
-from runtime.errors import InputError
+from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints.checkpoint import dtype_name
+from ladder.checkpoints.families import NESTED
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.command_line import flags
+from ladder.errors import InputError, first_line
+from ladder.ranks import launch
 from tp import load_shard
 
 TEXT = "Once upon a time there was a little dog who counted up to 10, and then ran to the park. "
@@ -42,7 +43,7 @@ def expected(folder, ids, dtype, trust_remote_code, **how):
 
 @torch.inference_mode()
 def main(argv=None):
-    p = cli.Parser(__doc__)
+    p = flags.Parser(__doc__)
     p.add_argument("source", metavar="HF_FOLDER", help="the Hugging Face folder or hub id that was converted")
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="what convert_hf_checkpoint.py made of it")
     p.add_argument("--revision", help="of a hub model, e.g. main")
@@ -53,7 +54,7 @@ def main(argv=None):
     _, source_config, folder = open_source(args.source, args.revision)
     if folder is None:
         raise InputError(f"{args.source} is no folder that transformers reads")
-    if source_config.wiring_key != config.wiring_key:
+    if source_config.layer_wirings != config.layer_wirings:
         raise InputError(f"transformers runs {args.source} as {source_config.wiring}, not as {config.wiring}")
     weights, tokenizer = checkpoint.Weights(args.checkpoint), load_tokenizer(args.checkpoint, config.vocab_size)
     dtype = checkpoint.chosen_dtype(None, weights)

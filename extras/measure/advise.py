@@ -14,14 +14,17 @@ from typing import NamedTuple
 
 import torch
 
-from extras.lanes.lanes import lanes_of_rank
 from extras.measure import link
 from extras.measure.clock import run_layers, variants
-from formats.checkpoint import dtype_name
+from ladder import benchmarking
+from ladder.checkpoints.checkpoint import dtype_name
+from ladder.command_line import flags, report
+from ladder.command_line.flags import count, number
+from ladder.errors import InputError
+from ladder.lanes.lanes import lanes_of_rank
+from ladder.layers import mixture
+from ladder.ranks import launch
 from model import rewired
-from runtime import benchmarking, cli, launch, report
-from runtime.cli import count, number
-from runtime.errors import InputError, load_extra
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
 
@@ -39,8 +42,8 @@ def decode_work(config, dtype, tp_size, batch, context):
     It is the work of the rank with the most, for which the others wait. context: filled slots of the cache. Of the
     embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not suit the config.
     """
-    kept = *config.kept, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.kept)
-    config = dataclasses.replace(config, tie_embeddings=False, kept=kept)
+    kept = *config.not_quantized, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.not_quantized)
+    config = dataclasses.replace(config, tie_embeddings=False, not_quantized=kept)
     ranks = [rank_work(config, dtype, rank, (1,) * tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
 
@@ -55,7 +58,7 @@ def rank_work(config, dtype, rank, shares, batch, context):
         place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
         read, used = 1, 1  # the shares of the weights that a step reads, and that a token multiplies with
         if ".experts." in name:
-            read = load_extra("experts", "n_experts").chosen_share(config, batch)
+            read = mixture.chosen_share(config, batch)
             used = config.experts_per_token / config.n_experts
         n_bytes[place] += size * stored.itemsize * read
         if name.endswith(".weight"):
@@ -132,8 +135,9 @@ def step_seconds(config, times):
 
 
 def wiring_key(config, tp_size):
-    """Return a key that is equal for wirings that compute the same on so many ranks."""
-    return *config.wiring_key[:2], config.fixed_lanes or (tp_size if config.named_wiring.depends_on_lanes else None)
+    """Return a key that two configs share if they compute the same function on so many ranks."""
+    lanes = config.fixed_lanes or tp_size
+    return tuple(dataclasses.replace(w, lanes=lanes) if w.depends_on_lanes else w for w in config.layer_wirings)
 
 
 def retraining(own, config, tp_size):
@@ -203,9 +207,9 @@ def advice(configs, times, own, tp_size):
 
 
 def parse(argv):
-    p = cli.Parser(__doc__)
+    p = flags.Parser(__doc__)
     g = p.add_argument_group("model")
-    cli.add_model_flags(g, required=True)
+    flags.add_model_flags(g, required=True)
     g.add_argument("--tp", type=number(int, 2), required=True, metavar="N", help="ranks, e.g. 8")
     g.add_argument("--batch", type=count, default=1, metavar="B", help="rows, e.g. 16")
     g.add_argument("--wirings", nargs="+", metavar="NAME", help="default: all; e.g. ladder:16 spd:3,5")
@@ -231,7 +235,7 @@ def choose_machine(args):
 
 def main(argv=None):
     args = parse(argv)
-    (name, own), dtype = cli.read_config(args), cli.read_dtype(args)
+    (name, own), dtype = flags.read_config(args), flags.read_dtype(args)
     configs = candidates(own, args.wirings or variants(own), args.tp)
     context, machine = min(CONTEXT, own.max_seq_len), choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"

@@ -6,8 +6,8 @@ It needs neither weights nor ranks, so it says at once what a wiring could gain 
 import contextlib
 from types import SimpleNamespace
 
-from model import WIRINGS, interleave, list_sublayers, rewired
-from runtime.errors import InputError
+from ladder.errors import InputError
+from model import all_wirings, interleave, list_sublayers, rewired
 
 
 def variants(config):
@@ -25,7 +25,7 @@ def variants(config):
         "pair": [f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else [],
         "delayed": ["delayed", "delayed-4"][:n_layers],
     }  # fmt: skip
-    return [text for name in WIRINGS for text in more.get(name, [name]) if fits(text)]
+    return [text for name in all_wirings() for text in more.get(name, [name]) if fits(text)]
 
 
 class Clock:

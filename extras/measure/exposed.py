@@ -12,10 +12,10 @@ import torch
 
 from extras.measure.clock import run_layers
 from extras.measure.link import Link
-from extras.runner import like
+from ladder.benchmarking import in_turns, quartiles, timed
+from ladder.checkpoints import writing
+from ladder.command_line import report
 from model import Config, SingleDevice, cache_slots
-from runtime import report, writing
-from runtime.benchmarking import in_turns, quartiles, timed
 from tp import TensorParallel
 
 
@@ -33,7 +33,7 @@ def replays(runner, tokens, lengths):
     runner: a generate.Runner; its prefill becomes one pass. tokens, lengths: its prompts, as `pad` makes them.
     The decode step writes and reads up to the last slot but one of the cache.
     """
-    runner.pass_tokens = tokens.numel()
+    runner.chunk_tokens = tokens.numel()
     token, longest = tokens[:, :1].clone(), cache_slots(runner.cache) - 1
     last = torch.full_like(lengths, longest - 1)
     return {
@@ -64,8 +64,8 @@ def make_case(kind, runner, tokens, lengths, world):
     """Return the Case of a runner's step, "prefill" or "decode"; tokens, lengths: as replays() has them."""
     model, silent, (B, S) = runner.model, copy.copy(runner.model), tokens.shape
     silent.comm = Silent(model.config, world.shares, world.group)
-    steps = [replays(one, tokens, lengths)[kind] for one in (runner, like(runner, silent, runner.cache))]
-    chunks, width = (runner.choose_chunks(B, S), S) if kind == "prefill" else (1, 1)
+    steps = [replays(one, tokens, lengths)[kind] for one in (runner, runner.like(silent, runner.cache))]
+    chunks, width = (runner.choose_splits(B, S), S) if kind == "prefill" else (1, 1)
     partial = torch.zeros(B, -(-width // chunks), model.config.dim, device=model.device, dtype=model.dtype)
     read, places = report.weight_bytes(model, B * width), (".attention.", ".feed_forward.", "output.")
     *layers, head = (sum(n_bytes for name, n_bytes in read.items() if place in name) for place in places)
@@ -97,7 +97,7 @@ def own_all_reduce(world, case):
 
     if world.device.type != "cuda":
         return all_reduce
-    from kernels.cuda_graphs import captured
+    from ladder.kernels.cuda_graphs import captured
 
     return captured(all_reduce)[0]
 

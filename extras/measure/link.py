@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from extras.group import Group, Pending
-from runtime.errors import InputError
+from ladder.errors import InputError
+from ladder.ranks.group import Group, Pending
 
 
 class Link(NamedTuple):
@@ -115,7 +115,7 @@ class LinkedGroup(Group):
         self.tp_size, self.stream = tp_size, None
         self.free_at = 0.0  # when the link has delivered everything
         if device.type == "cuda" and link.seconds(1, 2) > 0:
-            from runtime import compiling
+            from ladder.kernels import compiling
 
             compiling.prepare(device)  # its kernel is Triton's
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link

@@ -4,8 +4,8 @@ import itertools
 import statistics
 from collections import defaultdict
 
-from runtime import writing
-from runtime.errors import InputError
+from ladder.checkpoints import writing
+from ladder.errors import InputError
 
 MARKERS = "osDv^<>pPX*hd"
 GREYS = {"standard": "black", "upper-bound": "darkgrey"}  # what the others are compared with

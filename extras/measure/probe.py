@@ -13,8 +13,11 @@ import statistics
 
 import torch
 
-from runtime import benchmarking, cli, launch, writing
-from runtime.benchmarking import QUEUED, timed
+from ladder import benchmarking
+from ladder.benchmarking import QUEUED, timed
+from ladder.checkpoints import writing
+from ladder.command_line import flags
+from ladder.ranks import launch
 
 MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 
@@ -43,9 +46,9 @@ def all_reduces(world, group, seconds=0.5):
 
 @torch.inference_mode()
 def main(argv=None):
-    p = cli.Parser(__doc__)
-    cli.add_rank_flags(p)
-    cli.add_json_flag(p)
+    p = flags.Parser(__doc__)
+    flags.add_rank_flags(p)
+    flags.add_json_flag(p)
     args = p.parse_args(argv)
     world = launch.join(args.device, vars(args))
     result = {"bandwidth": world.gather(benchmarking.read_bandwidth(world.device, world))}

@@ -3,8 +3,8 @@
 import contextlib
 import json
 
-from formats.checkpoint import read_text
-from runtime.errors import InputError
+from ladder.checkpoints.checkpoint import read_text
+from ladder.errors import InputError
 
 
 def read(path, *keys):

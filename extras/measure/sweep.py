@@ -14,22 +14,25 @@ from collections import defaultdict
 from pathlib import Path
 
 import bench
-from decoding.batch import make_cache, pad
 from extras.measure import exposed, link, plot, results
 from extras.measure.clock import variants
-from formats import checkpoint
 from generate import Runner
+from ladder import benchmarking
+from ladder.checkpoints import checkpoint, writing
+from ladder.command_line import flags
+from ladder.command_line.flags import count, number
+from ladder.decoding.batch import make_cache, pad
+from ladder.errors import InputError
+from ladder.progress import progress
+from ladder.ranks import launch
 from model import Config, rewired
-from runtime import benchmarking, cli, launch, writing
-from runtime.cli import count, number
-from runtime.errors import InputError, progress
 
 # On two ranks each sublayer has 26 MB: some 2 ms for a core that reads 12 GB/s
 SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
 
 
 def parse(argv):
-    p = cli.Parser(__doc__)
+    p = flags.Parser(__doc__)
     bench.add_flags(p)
     p.set_defaults(model="small", batch=[1], prompt_length=64)
     words = "measure the prefill in so many chunks (default: 1) instead of a decode step; several need --eager"
@@ -46,7 +49,7 @@ def parse(argv):
     if args.show:
         return args
     is_small = args.model == "small" and not args.checkpoint
-    args.name, args.config = ("small", SMALL) if is_small else cli.read_config(args)
+    args.name, args.config = ("small", SMALL) if is_small else flags.read_config(args)
     args.link = args.link or [link.FREE]
     args.kind, args.chunks = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
     if max(args.chunks) > 1 and not args.eager or max(args.chunks) > args.prompt_length:

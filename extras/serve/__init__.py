@@ -1,6 +1,6 @@
 """An HTTP server with OpenAI's API, for serve.py."""
 
-from runtime.errors import InputError
+from ladder.errors import InputError
 
 try:
     from extras.serve.server import main

@@ -8,9 +8,9 @@ import reprlib
 
 from starlette.exceptions import HTTPException
 
-from decoding.batch import Sampler
-from formats import compare
-from formats.tokenizer import TextStream
+from ladder.checkpoints import compare
+from ladder.checkpoints.tokenizer import TextStream
+from ladder.decoding.batch import Sampler
 
 NUMBER = int, float
 FIELDS = {  # {name: (its types, its default)}

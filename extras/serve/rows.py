@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from decoding.batch import Sampler, last_tokens, pad
-from runtime.errors import progress
+from ladder.decoding.batch import Sampler, last_tokens, pad
+from ladder.progress import progress
 
 SCORED_TOKENS = 256  # of a prompt whose logits, of the whole vocabulary, are gathered at a time
 

@@ -27,9 +27,12 @@ from starlette.routing import Route
 import generate
 from extras.serve.protocol import Text, check, logprobs_of, parse
 from extras.serve.rows import Rows
-from formats import checkpoint
-from runtime import cli, launch
-from runtime.errors import InputError, progress
+from ladder.checkpoints import checkpoint
+from ladder.command_line import flags
+from ladder.command_line.job import CHAT_CONTEXT, Job, parse_generation_flags
+from ladder.errors import InputError
+from ladder.progress import progress
+from ladder.ranks import launch
 
 MAX_BODY = 2**22
 DRAIN = 10  # seconds that requests get after SIGTERM
@@ -245,19 +248,19 @@ def serve(world, rows, front):
 
 
 def parse_flags(argv):
-    p = cli.Parser(__doc__)
+    p = flags.Parser(__doc__)
     g = p.add_argument_group("model")
     g.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights with a tokenizer, e.g. demo")
     g.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
     g.add_argument("--compile", action="store_const", const="decode", help="torch.compile; needs a C++ compiler")
-    cli.add_rank_flags(g, sharded=True)
-    cli.add_wiring_flags(p)
+    flags.add_rank_flags(g, sharded=True)
+    flags.add_wiring_flags(p)
     g = p.add_argument_group("server")
     g.add_argument("--host", default="127.0.0.1", help="the address to listen at; 0.0.0.0: of all networks")
-    g.add_argument("--port", type=cli.number(int, 0, 65535), default=8000, help="0 for any that is free")
-    g.add_argument("--rows", type=cli.count, default=4, metavar="N", help="requests that are decoded at once")
-    g.add_argument("--context", type=cli.number(int, 2), default=cli.CHAT_CONTEXT, metavar="N", help="tokens of a row")
-    g.add_argument("--queue", type=cli.number(int, 0), default=64, metavar="N", help="requests that wait for a row")
+    g.add_argument("--port", type=flags.number(int, 0, 65535), default=8000, help="0 for any that is free")
+    g.add_argument("--rows", type=flags.count, default=4, metavar="N", help="requests that are decoded at once")
+    g.add_argument("--context", type=flags.number(int, 2), default=CHAT_CONTEXT, metavar="N", help="tokens of a row")
+    g.add_argument("--queue", type=flags.number(int, 0), default=64, metavar="N", help="requests that wait for a row")
     g.add_argument("--api-key", metavar="TEXT", help="what clients must send; unseen by ps: LADDER_API_KEY")
     return p.parse_args(argv)
 
@@ -272,14 +275,14 @@ def main(argv=None):
         except OSError as e:
             raise InputError(f"--host {args.host} --port {args.port}: {e}") from None
     batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {args.context - 1} --checkpoint".split()
-    batch = vars(cli.parse_generation_flags(None, [*batch, args.checkpoint])) | vars(args)
-    job = cli.Job(argparse.Namespace(**batch), world)  # as for such a batch
+    batch = vars(parse_generation_flags(None, [*batch, args.checkpoint])) | vars(args)
+    job = Job(argparse.Namespace(**batch), world)  # as for such a batch
     if job.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
     runner, _ = generate.load(job)
     rows, front = Rows(runner, job.config.eos_ids), None
     if args.compile and args.rows > 1 and world.device.type == "cpu":
-        from runtime import compiling
+        from ladder.kernels import compiling
 
         compiling.warm_up(rows[0].runner, [[0]], job.max_new_tokens, rows.greedy)
 

@@ -18,15 +18,18 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
-from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
-from formats import checkpoint
-from kernels.attention import attention_metadata
+from ladder.checkpoints import checkpoint, writing
+from ladder.command_line import flags
+from ladder.command_line.flags import count, number
+from ladder.errors import InputError
+from ladder.layers import experts
+from ladder.layers.attention_inputs import attention_metadata
+from ladder.progress import progress
+from ladder.ranks import launch
+from ladder.scoring import SEPARATOR
 from model import Transformer, interleave
 from model import build as build_model
-from runtime import cli, launch, writing
-from runtime.cli import count, number
-from runtime.errors import InputError, load_extra, progress
 
 CHUNK = 1024  # tokens whose logits are computed at a time
 
@@ -63,7 +66,7 @@ def build(config, weights, world, args, is_teacher=False):
     dtype = checkpoint.DTYPES[args.compute_dtype]
     model = build_model(config, Trainee)
     if config.n_experts:
-        load_extra("experts", "n_experts").make_differentiable(model, args.compile)
+        experts.make_differentiable(model, args.compile)
     if config.fixed_lanes:
         lanes.split(model)
     if is_teacher:
@@ -193,14 +196,14 @@ def train(model, teacher, windows, valid, run, args, world):
 
 
 def parse(argv):
-    p = cli.Parser(__doc__)
+    p = flags.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to retrain")
     p.add_argument("--fresh", action="store_true", help="take only config.json and tokenizer from DIR, no weights")
     files = f"plain text with {SEPARATOR} between documents, or .jsonl with text or chat messages"
     p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"to train on: {files}")
     p.add_argument("--valid", required=True, metavar="FILE", help="to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
-    cli.add_wiring_flags(p)
+    flags.add_wiring_flags(p)
     g = p.add_argument_group("training")
     teacher = g.add_mutually_exclusive_group()
     words = "the teacher to learn from (default: CHECKPOINT itself, if its wiring changes)"
@@ -220,7 +223,7 @@ def parse(argv):
     g.add_argument("--micro-batch", type=count, metavar="N", help="windows at once on a rank (default: all its share)")
     g.add_argument("--recompute", action="store_true", help="the backward pass computes layers again: less memory")
     g.add_argument("--compile", action="store_true", help="torch.compile attentions, MLPs and losses")
-    cli.add_rank_flags(g, comm=False)
+    flags.add_rank_flags(g, comm=False)
     args = p.parse_args(argv)
     args.micro_batch = args.micro_batch or args.batch
     return args
@@ -250,7 +253,7 @@ def main(argv=None):
             windows, valid = runs.windows(run, args)
             world.say(f"{windows.n:,} windows to train on, {valid.n:,} to validate on")
             if args.compile:
-                from runtime import compiling
+                from ladder.kernels import compiling
 
                 compiling.prepare(world.device)
             model = build(config, weights, world, args)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from evaluation.score import SEPARATOR
-from formats.checkpoint import first_line, read_text
-from runtime.errors import InputError
+from ladder.checkpoints.checkpoint import read_text
+from ladder.errors import InputError, first_line
+from ladder.scoring import SEPARATOR
 
 QUEUED = 256  # documents whose tokens are in memory at once, and that an error or a signal waits for
 TOKEN = np.dtype([("id", "<u4"), ("document", "<u4")])  # a token on disk: its id, the index of its document

@@ -9,8 +9,8 @@ import torch
 from torch.func import functional_call
 
 import tp
+from ladder.lanes.lanes import LaneSums
 from model import list_sublayers
-from runtime.errors import load_extra
 
 SUBLAYERS = "attention", "feed_forward"
 
@@ -52,7 +52,7 @@ def split(model):
 def loops(model, x, metadata):
     """Return the running loops of a model's lanes, from the embeddings x (B, S, D) on."""
     config = model.config
-    comm = load_extra("lanes", f"wiring {config.wiring}").LaneSums(model.comm, config.fixed_lanes, config.fixed_lanes)
+    comm = LaneSums(model.comm, config.fixed_lanes, config.fixed_lanes)
 
     def in_lane(block, lane):
         modules = dict(block.named_children())

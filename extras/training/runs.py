@@ -6,11 +6,11 @@ import shutil
 
 from convert_hf_checkpoint import check_lanes
 from extras.training.data import Windows, tokenize
-from formats import checkpoint
-from formats.compare import check_vocabulary
-from formats.tokenizer import load_tokenizer
-from runtime import cli, writing
-from runtime.errors import InputError
+from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints.compare import check_vocabulary
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.command_line import flags
+from ladder.errors import InputError
 
 MACHINE_FLAGS = "out", "device", "micro_batch", "recompute", "compile"  # may change in a run
 
@@ -21,8 +21,8 @@ def read_configs(args):
     args.seq_len = args.seq_len or min(2048, own.max_seq_len)
     if args.seq_len > own.max_seq_len:
         raise InputError(f"--seq-len {args.seq_len} is longer than the context of {own.max_seq_len}")
-    config = cli.with_wiring(own, args)
-    if not (args.plain or args.fresh) and own.wiring_key != config.wiring_key:
+    config = flags.with_wiring(own, args)
+    if not (args.plain or args.fresh) and own.layer_wirings != config.layer_wirings:
         args.distill = args.distill or args.checkpoint
     teacher = args.distill and writing.read_original(args.distill)
     args.lr = args.lr or (3e-3 if args.fresh else 5e-5 if teacher else 5e-6)

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from formats import checkpoint
-from kernels.attention import rope_frequencies
-from runtime import writing
-from runtime.errors import InputError, progress
+from ladder.checkpoints import checkpoint, writing
+from ladder.errors import InputError
+from ladder.layers.attention_inputs import rope_frequencies
+from ladder.progress import progress
 
 
 def shard(model, sublayers, world, dtype):

@@ -1,1 +1,0 @@
-"""Modules, operators and CUDA graphs. They import nothing of the project."""

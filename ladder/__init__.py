@@ -1,0 +1,1 @@
+"""What stands behind the scripts; docs/code.md is its map."""

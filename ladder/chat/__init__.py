@@ -1,0 +1,1 @@
+"""Chat templates, and a chat on the terminal."""

@@ -1,0 +1,16 @@
+"""Renders conversations by a checkpoint's chat template, a stranger's program, which template.py runs apart."""
+
+from ladder.chat import template
+from ladder.errors import InputError, first_line
+
+
+def render(tokenizer, messages, answer=True):
+    """Return a conversation as the chat template writes it, followed by the start of an answer if asked for."""
+    if tokenizer.template is None:
+        where = "in the checkpoint's tokenizer_config.json, nor a chat_template.jinja or .json"
+        raise InputError(f"no chat template {where}: give it plain texts, not chats")
+    variables = {**tokenizer.template_variables, "messages": messages, "add_generation_prompt": answer}
+    text, error = template.renderer.render(tokenizer.template, variables)
+    if error is not None:
+        raise InputError(f"the checkpoint's chat template refuses this conversation: {first_line(error)}")
+    return text

@@ -1,0 +1,1 @@
+"""Checkpoints: their folders, families, tokenizers and formats."""

@@ -1,0 +1,215 @@
+"""A checkpoint folder: config.json and safetensors, with an index when there are several."""
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import reprlib
+import types
+import typing
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ladder.errors import InputError, first_line
+from ladder.kernels.huge_pages import empty_in_huge_pages
+from ladder.layers.attention_inputs import rope_frequencies
+from ladder.progress import progress
+from model import Config
+
+MOST_LAYERS = 1000  # checked before so many are built
+LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def read_text(path, flag=""):
+    """Return the text of a UTF-8 file, with or without a BOM. Raises InputError, whose message begins with the flag."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as e:
+        raise InputError(f"{flag}{path}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{flag}{path} is not valid UTF-8") from None
+
+
+def read_json(path):
+    """Return the object in a JSON file, or raise InputError."""
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{path} is not valid JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}, not a JSON object")
+    return value
+
+
+def _is_a(value, annotation):
+    """Return whether a value of JSON is of a field's type. A bool is no number, and a number is at least 0."""
+    if isinstance(annotation, types.UnionType):
+        return any(_is_a(value, each) for each in typing.get_args(annotation))
+    if typing.get_origin(annotation) is tuple:
+        return isinstance(value, tuple) and all(_is_a(each, typing.get_args(annotation)[0]) for each in value)
+    if annotation in LARGEST:
+        number = isinstance(value, int | annotation) and not isinstance(value, bool)
+        return number and 0 <= value <= LARGEST[annotation]
+    return isinstance(value, annotation)
+
+
+def make_config(values, source):
+    """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
+    for field in dataclasses.fields(Config):
+        value = values.get(field.name)
+        above_zero = field.type in LARGEST
+        if field.name in values and not (_is_a(value, field.type) and (value or not above_zero)):
+            words = inspect.formatannotation(field.type) + " above 0" * above_zero
+            raise InputError(f"{source}: {field.name} is {reprlib.repr(value)} but must be {words}")
+    if values.get("n_layers", 0) > MOST_LAYERS:
+        raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
+    known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Config)}
+    for what, keys in ("unknown", values.keys() - known), ("no", {k for k in known if known[k]} - values.keys()):
+        if keys:
+            raise InputError(f"{source}: {what} key {reprlib.repr(min(keys))}")
+    try:
+        config = Config(**values)
+        if config.laneformer is not None and not config.named_wiring.model:
+            raise InputError("laneformer: only for wiring laneformer")
+        rope_frequencies(config)
+        return config
+    except (ArithmeticError, TypeError, ValueError) as e:
+        raise InputError(f"{source}: {e if isinstance(e, InputError) else repr(e)}") from None
+
+
+def read_config(folder):
+    """Return the Config of a checkpoint folder."""
+    path = Path(folder) / "config.json"
+    if os.path.isfile(folder):
+        raise InputError(f"{folder} is a file: give its folder; a llama2.c file is for convert_hf_checkpoint.py first")
+    if not os.path.isdir(folder):
+        is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
+        hint = f"; if it is a hub model, first: convert_hf_checkpoint.py {folder} --out DIR" if is_hub_name else ""
+        raise InputError(f"{folder}: no such folder{hint}")
+    if not os.path.isfile(path):
+        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
+    values = read_json(path)
+    if "model_type" in values or "architectures" in values:
+        raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
+    return make_config(values, path)
+
+
+def shards(index):
+    """Return the paths of the shards in an index, which may name plain files of its own folder only."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index} has no weight_map of tensor names to file names")
+    names = sorted(set(map(str, weight_map.values())))
+    for name in names:
+        if not re.fullmatch(r"[\w-][\w.-]*", name, re.ASCII):
+            raise InputError(f"{index} names {name!r}, which is no plain name of a file beside it")
+    return [index.parent / name for name in names]
+
+
+class Weights:
+    """The tensors of a folder's safetensors files, memory-mapped; only what is read is loaded.
+
+    Raises InputError for a missing or truncated file, and for a missing tensor.
+    """
+
+    def __init__(self, folder):
+        single, index = (Path(folder) / f"model.safetensors{ending}" for ending in ("", ".index.json"))
+        if not single.is_file() and not index.is_file():
+            raise InputError(f"{folder} has no {single.name}, no {index.name} (of pytorch_model.bin: docs/formats.md)")
+        self.files = {}  # tensor name: the file that holds it
+        for path in [single] if single.is_file() else shards(index):
+            try:
+                self.files.update(dict.fromkeys(safe_open(path, framework="pt").keys(), path))
+            except (OSError, SafetensorError) as e:
+                raise InputError(f"{path} is missing, truncated or no safetensors file: {first_line(e)}") from None
+
+    def names(self):
+        return list(self.files)
+
+    def read(self, name):
+        """Return the tensor, mapped into memory."""
+        if name not in self.files:
+            raise InputError(f"the checkpoint has no tensor {name}")
+        # Opened anew each time, so that the mapping lives only as long as the tensor.
+        return safe_open(self.files[name], framework="pt").get_tensor(name)
+
+    def fill(self, target, name, dim=0, ranges=None):
+        """Copy the tensor, or the given ranges (start, stop) of its dimension dim, joined, into target.
+
+        It reads nothing else, and about 16 MB, or one expert, at a time, so that little memory is needed besides
+        target.
+        """
+        start, step = 0, max(1, 2**24 // self.read(name)[:1].nbytes)
+        for a, b in ranges or [(0, target.shape[dim])]:
+            chunk = target.narrow(dim, start, b - a)
+            start += b - a
+            for i in range(0, len(chunk), step):
+                source = self.read(name).narrow(dim, a, b - a)  # read anew, which frees the pages copied before
+                chunk[i : i + step].copy_(source[i : i + step])
+                progress.beat()
+
+
+def open_weights(folder, config, device):
+    """Return the Weights of a folder, or random ones where it is None. Raises InputError if there are more layers."""
+    if folder is None:
+        from ladder.checkpoints.sizes import RandomWeights
+
+        return RandomWeights(config, device)
+    weights = Weights(folder)
+    if more := [name for name in weights.names() if name.startswith(f"layers.{config.n_layers}.")]:
+        raise InputError(f"{folder} has a tensor {more[0]}, but its config has n_layers {config.n_layers}")
+    return weights
+
+
+def chosen_dtype(name, weights, tensor="norm.weight"):
+    """Return the dtype of that name; without one that of a tensor that is never quantized, or bfloat16 for random ones.
+
+    weights: None for random ones, or anything with read(name).
+    """
+    dtype = DTYPES[name] if name else weights.read(tensor).dtype if weights else torch.bfloat16
+    if dtype not in DTYPES.values():
+        raise InputError(f"tensor {tensor} holds {dtype_name(dtype)}: give --dtype, one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def check_shape(weights, name, shape):
+    """Raise InputError unless the tensor has the config's shape. weights: as tp.load_shard takes them."""
+    if (stored := weights.read(name).shape) != shape:
+        raise InputError(f"tensor {name} is {tuple(stored)}, but the config says {tuple(shape)}")
+
+
+def read_slice(weights, name, piece, device):
+    """Return what a rank holds of a tensor. piece: a tp.ShardSlice.
+
+    Raises InputError for integers where floats should be, or integers of another type, and for numbers that are not
+    finite.
+    """
+    stored, dtype = weights.read(name).dtype, piece.dtype
+    if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
+        raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
+    if piece.zeros:
+        return torch.zeros(piece.shape, dtype=dtype, device=device)
+    shape, columns, ranges = list(piece.shape), piece.columns, piece.ranges
+    if ranges:  # of what is stored
+        ranges = [(start // columns, -(-stop // columns)) for start, stop in ranges]
+        shape[piece.dim] = sum(stop - start for start, stop in ranges)
+    tensor = empty_in_huge_pages(shape, dtype, device)
+    weights.fill(tensor, name, piece.dim, ranges)
+    if tensor.shape != piece.shape:
+        from ladder.kernels import int_linear
+
+        tensor = int_linear.regroup(tensor, *piece.ranges[0], columns)
+    if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
+        why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
+        raise InputError(f"tensor {name} holds NaN or infinite values {why}")
+    return tensor

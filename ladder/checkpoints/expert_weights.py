@@ -1,0 +1,54 @@
+"""Reads what Hugging Face's configs say of experts, and their tensors, which families name and store in many ways."""
+
+import re
+
+import torch
+
+from ladder.errors import InputError
+
+QWEN = {  # parts of names in Mixtral's and GraniteMoE's files: the same parts in Qwen's
+    "block_sparse_moe.": "mlp.", "router.layer.": "gate.", "input_linear.": "experts.gate_up_proj.",
+    "output_linear.": "experts.down_proj.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj.",
+}  # fmt: skip
+
+
+class ExpertWeights:
+    """The tensors of a source with names() and read(name), under Qwen's names, those of a layer's experts stacked.
+
+    mlp.experts.gate_proj and up_proj are (E, I, D), or a fused gate_up_proj is (E, 2 I, D); down_proj is (E, D, I).
+    """
+
+    def __init__(self, source):
+        self.source, self.places = source, {}  # name: [(expert or 0, the source's name)]
+        for name in source.names():
+            new = re.sub(r"experts\.\w+_proj$", r"\g<0>.weight", name)
+            for theirs, qwen in QWEN.items():
+                new = new.replace(theirs, qwen) if "block_sparse_moe" in name else new
+            one = re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+\.weight)", new)
+            place, expert = (one[1] + one[3], int(one[2])) if one else (new, 0)
+            self.places.setdefault(place, []).append((expert, name))
+        for place, parts in self.places.items():
+            parts.sort()
+            if (experts := [expert for expert, _ in parts]) != [*range(len(parts))]:
+                raise InputError(f"the source's {place} has the experts {experts}")
+
+    def names(self):
+        return list(self.places)
+
+    def read(self, name):
+        names = [source_name for _, source_name in self.places[name]]
+        tensors = [self.source.read(source_name) for source_name in names]
+        return torch.stack(tensors) if re.search(r"experts\.\d", names[0]) else tensors[0]
+
+
+def values_from_hf(hf, n_experts):
+    """Return the values of Config about so many experts, of the result of huggingface.read_hf."""
+    layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers")
+    return {
+        "n_experts": n_experts, "experts_per_token": hf["num_experts_per_tok"],
+        "expert_size": hf.get("moe_intermediate_size", hf["intermediate_size"]),
+        "renormalize_experts": hf.get("norm_topk_prob", True),
+        "shared_expert_size": hf.get("shared_expert_intermediate_size"),
+        "shared_expert_gate": "shared_expert_intermediate_size" in hf,
+        "dense_layers": tuple(i for i in layers if i in (dense or ()) or (i + 1) % step),
+    }  # fmt: skip

@@ -1,0 +1,115 @@
+"""Hugging Face's files of a tokenizer: tokenizer.json, and the settings beside it or beside another one."""
+
+import json
+import reprlib
+from itertools import takewhile
+
+from ladder.checkpoints.byte_pairs import byte_pairs
+from ladder.checkpoints.checkpoint import read_json, read_text
+from ladder.checkpoints.tokenizer import TEMPLATES, Tokenizer, library_errors
+from ladder.errors import InputError
+
+
+class JsonTokenizer(Tokenizer):
+    """tokenizer.json, without added tokens beyond vocab_size if that is given; or vocab.json with merges.txt."""
+
+    def __init__(self, path, vocab_size=None):
+        import tokenizers  # a SentencePiece model with settings does without
+
+        older = path.name == "vocab.json"
+        text = byte_pairs(path) if older else read_text(path)
+        self.model = tokenizers.Tokenizer.from_str(text)
+        added = self.model.get_added_tokens_decoder()
+        if vocab_size and any(i >= vocab_size for i in added):
+            self.left_out = tuple(token.content for i, token in added.items() if i >= vocab_size)
+            self.model = tokenizers.Tokenizer.from_str(_without(text, self.left_out))
+            added = self.model.get_added_tokens_decoder()
+        self.model.no_truncation()
+        self.model.no_padding()
+        self.special = {token.content: i for i, token in added.items()}
+        self.hidden = {i for i, token in added.items() if token.special}
+        around = self.model.encode("a", add_special_tokens=True)  # with the tokens that its post-processor adds
+        before = takewhile(lambda pair: pair[1], zip(around.ids, around.special_tokens_mask, strict=True))
+        self.prefix = [i for i, _ in before]
+        self.vocab_size = max([*self.model.get_vocab(with_added_tokens=True).values(), *self.prefix]) + 1
+
+    @library_errors("the tokenizer cannot encode this text")
+    def encode_plain(self, text, first=True, markup=False):
+        self.model.encode_special_tokens = not markup  # if set, the names of special tokens are plain text
+        return self.model.encode(text, add_special_tokens=False).ids
+
+    def encode_markup(self, text):
+        return self.encode_plain(text, markup=True)
+
+    @library_errors("the tokenizer cannot decode these tokens")
+    def decode(self, ids):
+        # the library's own skip_special_tokens would print those that are "normalized"
+        return self.model.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
+
+    def token_id(self, text):
+        return self.model.token_to_id(text)
+
+    def add(self, text, i, hidden):
+        import tokenizers
+
+        if text not in self.special:
+            self.model.add_tokens([tokenizers.AddedToken(text, normalized=False, special=hidden)])
+            self.special[text] = self.model.token_to_id(text)
+            if self.special[text] != i:
+                raise InputError(f"{text!r} is {i}, but after tokenizer.json's tokens it is {self.special[text]}")
+        if hidden:
+            self.hidden.add(i)
+
+
+def read_settings(tokenizer, folder, vocab_size):
+    """Take the chat template, the tokens it names and the BOS policy from the files beside the tokenizer's."""
+
+    def read(name):
+        return read_json(folder / name) if (folder / name).exists() else {}
+
+    settings = read("tokenizer_config.json")
+    if settings.get("added_tokens_decoder") is None:  # older folders have two more files instead
+        settings |= read("special_tokens_map.json")
+    named = [value for key, value in settings.items() if "_token" in key]
+    special = {_text(token) for each in named for token in (each if isinstance(each, list) else [each])}
+    added = settings.get("added_tokens_decoder") or {
+        i: {"content": text, "special": text in special} for text, i in read("added_tokens.json").items()
+    }
+    for key in sorted(added, key=int):
+        i, text, hidden = int(key), added[key]["content"], added[key].get("special", True)
+        if not isinstance(text, str) or not text:
+            raise InputError(f"{folder}: a special token is {reprlib.repr(text)}, not a text")
+        if vocab_size is None or i < vocab_size:  # the embedding may have no row for it
+            tokenizer.add(text, i, hidden)
+        elif text not in tokenizer.left_out:
+            tokenizer.left_out += (text,)
+    for text in special:  # also one that is only named, and in the vocabulary like any text
+        if isinstance(text, str) and (i := tokenizer.token_id(text)) is not None:
+            tokenizer.add(text, i, hidden=True)
+    # chat_template.json is a processor's of pictures and texts; transformers' tokenizers prefer the others
+    tokenizer.template = settings.get("chat_template") or read(TEMPLATES[1]).get("chat_template")
+    if isinstance(tokenizer.template, list):  # several named ones
+        tokenizer.template = {each["name"]: each["template"] for each in tokenizer.template}.get("default")
+    if (folder / TEMPLATES[0]).exists():
+        tokenizer.template = read_text(folder / TEMPLATES[0])
+    names, own = ("bos_token", "eos_token", "pad_token", "unk_token"), tokenizer.template_variables
+    tokenizer.template_variables = {name: _text(settings.get(name, own.get(name))) or "" for name in names}
+    if settings.get("add_bos_token") is False:
+        tokenizer.prefix = []
+    elif settings.get("add_bos_token") and _text(settings.get("bos_token")) in tokenizer.special:
+        tokenizer.prefix = tokenizer.prefix or [tokenizer.special[_text(settings["bos_token"])]]
+    tokenizer.legacy = settings.get("legacy") is not False
+
+
+def _without(text, names):
+    """Return a tokenizer.json's text without these added tokens."""
+    values = json.loads(text)
+    values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] not in names]
+    if isinstance(vocabulary := values["model"]["vocab"], dict):  # which may name them too
+        values["model"]["vocab"] = {token: i for token, i in vocabulary.items() if token not in names}
+    return json.dumps(values)
+
+
+def _text(token):
+    """Return the text of a special token, which is written as a string or as {"content": string}."""
+    return token.get("content") if isinstance(token, dict) else token

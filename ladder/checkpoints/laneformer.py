@@ -1,0 +1,74 @@
+"""Reads the Hugging Face folders of Kog's Laneformer."""
+
+import re
+
+import torch
+
+from ladder.errors import InputError
+from ladder.layers.attention_inputs import unpaired
+
+KEYS = {  # that only a Laneformer has, with the defaults of its code
+    "norm_eps": 1e-5, "num_lanes": 1, "broadcast_delay": 1, "use_comm": True, "use_attention_comm": None,
+    "use_mlp_comm": None, "use_early_comm": True, "lm_head_type": "replicate", "pre_norm_lane_agg": False,
+    "replicated_rmsn_scale": True, "sliding_window_n_layers": 0, "swa_layers": None, "unclamped_layers": None,
+    "attn_mask_type": "causal", "multiple_of": None, "depth_init": None, "use_flex_attn": None,
+}  # fmt: skip
+LLAMA = {
+    "model.tok_embeddings": "model.embed_tokens",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj", "attention_norm": "input_layernorm",
+    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+
+
+def laneformer_as_ministral(values):
+    """Return a Laneformer's config.json as a Ministral's, with one more key, "laneformer": {field of Config: value}."""
+    own, hf = KEYS | values, {k: v for k, v in values.items() if k not in KEYS}
+    lanes, layers, first = own["num_lanes"], range(own["num_hidden_layers"]), own["sliding_window_n_layers"]
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters")  # before transformers 5, and since
+    heads = ("replicate",) if own["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
+    for key, known in (("lm_head_type", heads), ("attn_mask_type", ("causal",))):
+        if own[key] not in known:
+            raise InputError(f"{key} {own[key]!r} is not supported here, only {' and '.join(known)}")
+    windowed = (layers[:first] if first >= 0 else layers[first:]) if own["swa_layers"] is None else own["swa_layers"]
+    windowed = {*windowed} - {*(own["unclamped_layers"] or ())}
+    if isinstance(scaling, dict) and not {"rope_type", "type"} & scaling.keys():  # TorchTitan's keys
+        factor = scaling.get("scaling_factor")
+        scaling = {"rope_type": "llama3", "factor": factor} | {k: scaling[k] for k in scaling if k != "scaling_factor"}
+    comm = {f"{kind}_comm": own[f"use_{kind}_comm"] for kind in ("early", "attention", "mlp")}
+    settings = {key: own["use_comm"] if value is None else value for key, value in comm.items()}
+    settings |= {"lane_head": "sum" if own["pre_norm_lane_agg"] else own["lm_head_type"]}
+    settings |= {"lane_norms": not own["replicated_rmsn_scale"]}
+    return {
+        "bos_token_id": None, "eos_token_id": 0, "sliding_window": None, **hf,
+        "rms_norm_eps": own["norm_eps"], "rope_scaling": scaling,
+        "layer_types": ["sliding_attention" if i in windowed else "full_attention" for i in layers],
+        "laneformer": {"wiring": f"laneformer-{2 * own['broadcast_delay']}/{lanes}", "laneformer": settings},
+    }  # fmt: skip
+
+
+class LaneformerWeights:
+    """The tensors of such a folder under Llama's names, joined over the lanes, for rotations of pairs (i, i + H/2).
+
+    There each linear lies lane by lane, (L, out, in) for L lanes: o_proj and down_proj by columns, others by rows.
+    """
+
+    def __init__(self, source, head_dim):
+        self.source, self.head_dim, self.theirs = source, head_dim, {}
+        for name in source.names():
+            match = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)\.(?:weight|scale)", name)
+            layer, module = match.groups("") if match else ("", name)
+            if module != "model.freqs_cis":  # the rotations, which are computed here
+                self.theirs[f"{layer}{LLAMA.get(module, module)}.weight"] = name
+
+    def names(self):
+        return list(self.theirs)
+
+    def read(self, name):
+        tensor = self.source.read(self.theirs[name])
+        if name.endswith("norm.weight"):
+            return tensor.flatten()
+        if tensor.dim() == 3:
+            tensor = torch.cat([*tensor], dim=1 if "o_proj" in name or "down_proj" in name else 0)
+        return unpaired(tensor, self.head_dim) if re.search("[qk]_proj", name) else tensor

@@ -1,0 +1,105 @@
+"""Named sizes with random weights, for benchmarks: generate.py --model."""
+
+import dataclasses
+import re
+
+import torch
+
+from ladder.errors import InputError
+from model import Config, build
+
+
+def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):
+    rope = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return Config(
+        n_layers, n_heads, 8, head_dim, dim, intermediate_size, 128256, 131072, 1e-5, 500000.0,
+        {"factor": factor, **rope}, tie_embeddings,
+    )  # fmt: skip
+
+
+YARN = {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
+SIZES = {  # shapes for benchmarks; to random weights no token is a text's end
+    "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
+    "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
+    "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
+    "qwen3-4b": Config(
+        36, 32, 8, 128, 2560, 9728, 151936, 40960, 1e-6, 1e6, tie_embeddings=True, qk_norm=True,
+    ),
+    "gemma3-12b": Config(
+        48, 16, 8, 256, 3840, 15360, 262208, 131072, 1e-6, 1e6, {"factor": 8.0}, True, qk_norm=True, norm="rms+1",
+        post_norms=True, activation="gelu_tanh", embedding_scale=3840**0.5, window_rope_theta=1e4, sliding_window=1024,
+        window_layers=tuple(i for i in range(48) if (i + 1) % 6),
+    ),
+    "phi4-mini": Config(  # without the factors of its longrope, which make no step longer
+        32, 24, 8, 128, 3072, 8192, 200064, 131072, tie_embeddings=True, rotary_dim=96,
+    ),
+    "ministral3-8b": Config(
+        34, 32, 8, 128, 4096, 14336, 131072, 262144, 1e-5, 1e6, {**YARN, "original_max_position_embeddings": 16384},
+        llama4_beta=0.1,
+    ),
+    "glm4-9b": Config(  # GLM-4-9B-0414
+        40, 32, 2, 128, 4096, 13696, 151552, 32768, rotary_dim=64, post_norms=True, qkv_bias=True,
+    ),
+    "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6),  # CodeLlama 34B
+    "70b": _llama3(80, 64, 128, 8192, 28672),  # Llama 3.1 70B
+    # BLOOM 176B as the Ladder Residual paper times it: a Llama block of BLOOM's width with a gated MLP of 3.5 D
+    "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0),
+    "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
+    "30b-a3b": Config(  # Qwen3 30B-A3B
+        48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6, qk_norm=True, n_experts=128, experts_per_token=8,
+        expert_size=768,
+    ),
+    "mixtral-8x7b": Config(
+        32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e-5, 1e6, n_experts=8, experts_per_token=2, expert_size=14336,
+    ),
+    "qwen3.6-27b": Config(
+        64, 24, 4, 256, 5120, 17408, 248320, 262144, 1e-6, 1e7, rotary_dim=64, norm="rms+1", qk_norm=True,
+        attention_gate=True, linear_layers=tuple(i for i in range(64) if (i + 1) % 4),
+        linear_attention={"key_heads": 16, "value_heads": 48, "key_dim": 128, "value_dim": 128, "conv_width": 4},
+    ),
+    "laneformer-2b": Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
+        15, 32, 16, 96, 3072, 12288, 32000, 4096, wiring="laneformer-4/8",
+        sliding_window=512, window_layers=tuple(range(10)),
+    ),
+}  # fmt: skip
+
+
+def named_size(text):
+    """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: int8, int4 or int4:GROUP_SIZE."""
+    match = re.fullmatch(r"([\w.-]+?)(?::([1-9]\d*))?(?::(int8|int4(?::\d+)?))?", text)
+    config = SIZES.get(match and match[1])
+    if config is None or int(match[2] or 1) > config.n_layers:
+        names = ", ".join(sorted(SIZES))
+        words = f"give NAME, NAME:N with N layers, or NAME:N:int8 or int4, of {names}"
+        raise InputError(f"--model {text} is no size, or asks for too many layers: {words}")
+    quant, _, size = (match[3] or "").partition(":")
+    group_size = int(size or 64) if quant == "int4" else None
+    n_layers = int(match[2] or config.n_layers)
+    changes = {"n_layers": n_layers, "quant": quant or None, "group_size": group_size}
+    for name in "window_layers", "linear_layers":
+        changes[name] = tuple(i for i in getattr(config, name) if i < n_layers)
+    return dataclasses.replace(config, **changes)
+
+
+class RandomWeights:
+    """Weights without a file: matrices from N(0, 0.02), biases 0, norms of factor 1; integers of the same spread."""
+
+    def __init__(self, config, device, seed=0):
+        self.parameters = dict(build(config).named_parameters())
+        self.norm = float(config.norm != "rms+1")
+        self.scale = 0.02 * 12**0.5 / (15 if config.quant == "int4" else 254)  # of evenly distributed integers
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def read(self, name):
+        return self.parameters[name]  # on the device "meta": only its shape and dtype count
+
+    def fill(self, target, name, dim=0, ranges=None):
+        if target.dim() == 1:
+            target.fill_(0.0 if name.endswith("bias") else 1.0 if "out_norm" in name else self.norm)
+        elif name.endswith(("scales", "zeros")):
+            target.fill_(self.scale if name.endswith("scales") else -7.5 * self.scale)
+        elif not target.is_floating_point():
+            low, high = (0, 256) if target.dtype == torch.uint8 else (-127, 128)
+            target.random_(low, high, generator=self.generator)
+        else:
+            target.normal_(0, 0.02, generator=self.generator)

@@ -1,0 +1,1 @@
+"""What scripts read from the command line, and what they report."""

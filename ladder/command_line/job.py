@@ -1,0 +1,84 @@
+"""generate.py's flags, and the Job that they ask for."""
+
+import zlib
+
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.command_line import report
+from ladder.command_line.flags import (
+    Parser,
+    add_json_flag,
+    add_model_flags,
+    add_rank_flags,
+    add_wiring_flags,
+    count,
+    number,
+    read_config,
+    read_dtype,
+    warn_of_wiring,
+    with_wiring,
+)
+from ladder.command_line.prompts import add_prompt_flags, fit, is_chat, read_prompts
+from ladder.decoding.batch import Sampler
+
+CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
+
+
+def parse_generation_flags(description, argv=None):
+    """Return the values of generate.py's flags."""
+    p = Parser(description)
+    g = p.add_argument_group("model")
+    add_model_flags(g, required=True)
+    words = 'torch.compile the decode step, with "all" the prefill too; needs a C++ compiler'
+    g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
+    add_rank_flags(g, sharded=True)
+    add_wiring_flags(p)
+    add_prompt_flags(p)
+    g = p.add_argument_group("generation")
+    g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
+    g.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="T", help="0: greedy, 1: the model's")
+    g.add_argument("--top-k", type=count, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
+    words = "... among the likeliest of mass P, e.g. 0.95"
+    g.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0, metavar="P", help=words)
+    g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help="of sampling and prompts")
+    words = "speculative decoding: a smaller checkpoint, or the text's own n-grams, propose K (3) tokens at a time, "
+    words += "e.g. ngram@4"
+    g.add_argument("--draft", metavar="(DIR|ngram)[@K]", help=words)
+    add_json_flag(g)
+    return p.parse_args(argv)
+
+
+class Job:
+    """What generate.py's flags ask for, checked on all ranks before one of them loads weights. Raises InputError."""
+
+    def __init__(self, args, world):
+        self.args, self.world = args, world
+        with world.together():
+            if args.compile:
+                from ladder.kernels import compiling
+
+                compiling.prepare(world.device)
+            self.sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
+            self.name, stored = read_config(args)
+            self.config = config = with_wiring(stored, args)
+            self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
+            if args.checkpoint and world.rank == 0:
+                warn_of_wiring(stored, config, world.shares)
+            chats, self.prompts = is_chat(args), read_prompts(args, config, self.tokenizer)
+            context = min(CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
+            self.max_new_tokens, self.slots = fit(args.max_new_tokens, self.prompts, context)
+            longest = max(map(len, self.prompts))
+            if chats:
+                self.slots = context
+            elif longest + args.max_new_tokens > context:
+                room = f"the context of {context} has room for {context - longest} after a prompt of {longest} tokens"
+                world.say(f"--max-new-tokens {args.max_new_tokens}: {room}")
+            self.draft_source = None
+            if args.draft:
+                from ladder.decoding import drafts
+
+                self.draft_source = drafts.read_draft(args.draft, config, args.checkpoint)
+            report.warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)
+        source = self.draft_source
+        contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
+        contents["--draft"] = source and (source.name, source.count)
+        world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)  # raises where ranks differ

@@ -1,0 +1,81 @@
+"""Whether the fields of a Config suit one another; ladder/checkpoints/checkpoint.py checks their types."""
+
+from ladder.errors import InputError
+from ladder.layers import rope_scaling
+from ladder.layers.norms import ACTIVATIONS, NORMS
+
+EXPERTS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
+
+
+def check(c):
+    """Raise InputError if the fields of a Config do not suit one another."""
+    if c.n_heads % c.n_kv_heads:
+        raise InputError(f"n_heads {c.n_heads} is not a multiple of n_kv_heads {c.n_kv_heads}")
+    if c.head_dim % 2:
+        raise InputError(f"head_dim {c.head_dim} is odd: rotary embeddings turn pairs")
+    if (c.rotary_dim or 0) % 2 or (c.rotary_dim or 0) > c.head_dim:
+        raise InputError(f"rotary_dim {c.rotary_dim} is odd, or more than head_dim {c.head_dim}")
+    if c.rope_scaling is not None and (error := rope_scaling.error(c)):
+        raise InputError(error)
+    if c.llama4_beta and "original_max_position_embeddings" not in (c.rope_scaling or {}):
+        raise InputError("llama4_beta needs a rope_scaling with original_max_position_embeddings")
+    check_norms(c)
+    if c.activation not in ACTIVATIONS:
+        raise InputError(f"activation {c.activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
+    if c.window_layers and (c.sliding_window or 0) < 1:
+        raise InputError("window_layers needs a sliding_window of 1 or more tokens")
+    for name in "window_layers", "nope_layers", "dense_layers", "linear_layers":
+        if not {*getattr(c, name)} <= {*range(c.n_layers)}:
+            raise InputError(f"{name} takes layers from 0 to {c.n_layers - 1}, not {getattr(c, name)}")
+    if c.linear_layers or c.linear_attention:
+        from ladder.layers import linear_attention
+
+        linear_attention.check(c)
+    if c.n_experts:
+        from ladder.layers import mixture
+
+        mixture.check(c)
+    elif given := [name for name in EXPERTS if getattr(c, name)] + ["wiring farskip"] * (c.parsed.name == "farskip"):
+        raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
+    check_quantization(c)
+    if c.named_wiring.model:
+        c.named_wiring.model.check(c)
+
+
+def check_norms(c):
+    if c.norm not in NORMS:
+        raise InputError(f"norm {c.norm!r} is unknown; known: {', '.join(NORMS)}")
+    if c.whole_qk_norm and not (c.qk_norm and c.norm == "rms"):
+        raise InputError("whole_qk_norm needs qk_norm and a norm 'rms'")
+    wiring = c.named_wiring
+    adds_partials = wiring.depends_on_lanes or wiring.blocks > 1 or len(wiring.norms) < 2
+    name = "whole_qk_norm" if c.whole_qk_norm and wiring.depends_on_lanes else ""
+    name = "post_norms" if c.post_norms and adds_partials else name
+    if name and c.wiring != "upper-bound":
+        raise InputError(f"wiring {c.wiring} is not for models with {name}: it adds partials before they are summed")
+
+
+def check_quantization(c):
+    if c.quant not in (None, "int8", "int4"):
+        raise InputError(f"unknown quantization {c.quant!r}; known: int8, int4")
+    if c.group_size is not None and c.quant != "int4":
+        raise InputError("a group size is for int4")
+    if c.quant == "int4" and c.group_size not in (32, 64, 128):
+        raise InputError(f"group size {c.group_size} is none of 32, 64, 128")
+    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
+    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {*c.mlps.values(), c.shared_expert_size} - {None}}
+    if c.linear_layers:
+        columns |= {"wqkvz": {c.dim}, "wout": {c.linear_attention["value_heads"] * c.linear_attention["value_dim"]}}
+    for name in c.not_quantized:
+        if name not in columns:
+            raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
+        if name == "output" and c.tie_embeddings:
+            raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
+    if c.tie_embeddings:
+        del columns["output"]
+    quantized = [(name, n) for name, counts in columns.items() if name not in c.not_quantized for n in sorted(counts)]
+    if odd := [(name, n) for name, n in quantized if c.group_size and n % c.group_size]:
+        smaller = [f"use {size}, or " for size in (64, 32) if not any(n % size for _, n in odd)][:1]
+        instead = "".join(smaller) + "keep " + ",".join(dict.fromkeys(name for name, _ in odd))
+        matrices = ", ".join(f"{name} ({n})" for name, n in odd)
+        raise InputError(f"group size {c.group_size} does not divide the columns of {matrices}: {instead}")

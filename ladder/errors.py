@@ -1,0 +1,18 @@
+"""The errors that end a run."""
+
+
+class InputError(ValueError):
+    """Bad input: the message is one line that names it and says what would be right."""
+
+
+class Verdict(Exception):
+    """Why ranks that cannot go on are ended, in one line."""
+
+
+class StoreLost(Verdict):
+    """torchrun's store does not answer."""
+
+
+def first_line(error):
+    """Return the first line of a library's error message, or the error's name if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

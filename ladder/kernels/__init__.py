@@ -1,0 +1,1 @@
+"""Kernels for CPUs and GPUs, and torch.compile."""

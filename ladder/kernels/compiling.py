@@ -1,0 +1,172 @@
+"""What --compile takes besides torch.compile: a compiler, and kernels for a decode step.
+
+Shape letters: model.py.
+"""
+
+import contextlib
+import gc
+import time
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from ladder.decoding.batch import Sampler, pad
+from ladder.kernels import compilers
+from ladder.kernels.cpu import modules
+from ladder.kernels.cpu.modules import FEW_POSITIONS
+from ladder.progress import progress
+from model import Attention, attend, cache_slots
+
+KEY_BLOCK = 128  # keys in a block, which a row may skip; a multiple of the tiles of PyTorch's kernels
+# A step's weights evict all else from the caches, so little should run between the products; a second thread is for
+# large kernels. Of the C++, only the kernels take time to run: built apart, the rest takes g++ a third of the time.
+CPU_OPTIONS = {
+    "cpp_wrapper": True,
+    "cpp_wrapper_build_separate": True,
+    "size_asserts": False,
+    "cpp.min_chunk_size": 16384,
+}
+
+
+def prepare(device):
+    """Set up torch.compile for a device. Raises InputError if it needs a compiler and there is none."""
+    compilers.prepare_compile() if device.type == "cpu" else compilers.check_triton()
+    handler, phase = torch._dynamo.callback_handler, contextlib.ExitStack()
+    if not handler.start_callbacks:  # what is compiled after warm_up, as for a chat's next prompt, is no hang
+        handler.register_start_callback(lambda _: phase.enter_context(during("compilation")))
+        handler.register_end_callback(lambda _: phase.close())
+
+
+def split_attend(q, k, v, mask, positions, window, score_cap):
+    """Compute what model.attend does, without a score_cap; compiled for a decode step, split a head's keys.
+
+    PyTorch's own kernels that take a mask give one head to one multiprocessor: for a row of the 8b, 8 of an H200's 132
+    would work. flex_attention splits the keys only if it is given blocks of keys: else the whole cache is one block,
+    which the first split gets (torch 2.11, 2.13).
+    """
+    S, T = q.shape[3], mask.shape[-1]
+    if S > FEW_POSITIONS or not torch.compiler.is_compiling():
+        return attend(q, k, v, mask, positions, window, score_cap)
+
+    def visible(row, head, query, key):
+        position = positions[row, query % S]
+        return key <= position if window is None else (key <= position) & (key > position - window)
+
+    # the blocks of keys that each row attends to; a row that is done may be beyond the slots that this pass reads
+    n_blocks, n_queries = -(-T // KEY_BLOCK), q.shape[2] * S
+    start, end = positions[:, :1].clamp(max=T - 1), positions[:, -1:].clamp(max=T - 1)  # (B, 1)
+    first = torch.zeros_like(start) if window is None else (start + 1 - window).clamp(min=0) // KEY_BLOCK
+    last = end // KEY_BLOCK
+    kv_num_blocks = (last - first + 1)[:, None].int()  # (B, 1, 1): all queries of a head are one block
+    kv_indices = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)[:, None, None].int()
+    sizes = {"BLOCK_SIZE": (-(-n_queries // KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK), "seq_lengths": (n_queries, T)}
+    blocks = BlockMask.from_kv_blocks(kv_num_blocks, kv_indices, mask_mod=visible, compute_q_blocks=False, **sizes)
+    return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], block_mask=blocks)
+
+
+def use_decode_kernels(model):
+    """Let a model use kernels for a decode step, on a CPU those of ladder/kernels/cpu.
+
+    Raises InputError when these cannot be compiled.
+    """
+    if model.device.type == "cpu":
+        modules.use_skinny_gemm(model)
+        return
+    for module in model.modules():
+        if type(module) is Attention and module.head_dim % 16 == 0 and not module.score_cap:
+            module.attend = split_attend
+
+
+def compiled(model, decode, prefill):
+    """Return (the model for decode steps, the model for the prefill), each compiled if asked for.
+
+    Raises InputError as prepare() and use_decode_kernels() do.
+    """
+    prepare(model.device)
+    prefill_model = torch.compile(model, fullgraph=True) if prefill else model
+    if not decode:
+        return model, prefill_model
+    use_decode_kernels(model)
+    # One graph for any cache_length, an argument of Transformer.forward; all else is fixed. So each shape of a cache
+    # has its own, and who serves many must not run out of them. Both settings are global.
+    torch.compiler.config.dynamic_sources = "L['cache_length']"
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
+    if model.device.type == "cuda":
+        from ladder.kernels.cuda_graphs import Graphs
+
+        return Graphs(model, _compiling), prefill_model
+    return torch.compile(model, fullgraph=True, dynamic=False, options=CPU_OPTIONS), prefill_model
+
+
+@contextlib.contextmanager
+def during(phase):
+    """Stay in a phase that may take any time, whatever the block notes, and then return to where this rank was."""
+    before = progress.fixed, progress.phase, progress.step, progress.timed
+    progress.fixed, progress.phase, progress.step, progress.timed = True, phase, None, False
+    try:
+        yield
+    finally:
+        progress.fixed, progress.phase, progress.step, progress.timed = before
+        progress.beat()  # perhaps of one rank alone
+
+
+@contextlib.contextmanager
+def _compiling():
+    """Say that the ranks compile, without Python's search for cycles: it would take a fifth of the compiler's time."""
+    gc.disable()
+    try:
+        with during("compilation"):
+            yield
+    finally:
+        gc.enable()
+
+
+@torch.inference_mode()
+def compile_ahead(runner, prompts):
+    """Compile a CPU's decode step, also into the cache of this machine, without running it.
+
+    So ranks whose shards are alike can compile several runners at the same time: warm_up then finds all of them.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph, inputs):
+        compiled = compile_fx(graph, inputs, config_patches=CPU_OPTIONS)
+
+        def run(*inputs):
+            if ahead:
+                raise InterruptedError
+            return compiled(*inputs)
+
+        return run
+
+    ahead, runner.decode_model = True, torch.compile(runner.model, fullgraph=True, dynamic=False, backend=backend)
+    with _compiling(), contextlib.suppress(InterruptedError):
+        runner.step([[*prompt, 0] for prompt in prompts], None, Sampler(0))
+    ahead = False
+
+
+@torch.inference_mode()
+def warm_up(runner, prompts, max_new_tokens, sample):
+    """Compile a prefill and the passes that follow it; returns the seconds.
+
+    On a GPU passes of all these lengths are captured, and of the cache_length after them.
+    """
+    start, first, state = time.perf_counter(), max(map(len, prompts)) + 1, sample.generator.get_state()
+    lengths = {first}
+    if runner.device.type == "cuda":
+        room = min(cache_slots(runner.cache) - 1, runner.model.config.max_seq_len)
+        last = min(first + max_new_tokens - 1, room)
+        end = min(runner.cache_length(last) + 1, room)
+        lengths = {last, *{runner.cache_length(n): n for n in range(end, first - 1, -1)}.values()}
+    with _compiling():
+        runner.prefill(*pad(prompts, runner.device))
+        if runner.draft:
+            runner.draft.begin()
+        for length in sorted(lengths):
+            sequences = [[0] * length for _ in prompts]
+            if runner.draft:
+                runner.draft.warm_up(runner, sequences)
+            else:
+                runner.new_step()(sequences, None, sample)
+    sample.generator.set_state(state)
+    return time.perf_counter() - start

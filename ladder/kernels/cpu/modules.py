@@ -1,0 +1,80 @@
+"""What skinny_gemm.cpp computes of a model's decode step on a CPU. Shape letters: model.py."""
+
+import sys
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ladder.kernels import compilers
+from ladder.kernels.cpu import skinny_gemm
+from ladder.kernels.int_linear import swap
+from ladder.kernels.table import use_kernels
+from ladder.ranks import launch
+from model import Attention, FeedForward, attend
+
+FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
+
+
+def decode_attend(q, k, v, mask, positions, window, score_cap):
+    """Compute what model.attend does, without a score_cap."""
+    if q.shape[3] > FEW_POSITIONS:
+        return attend(q, k, v, mask, positions, window, score_cap)
+    q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache, views into wqkv's output
+    y = torch.ops.ladder.decode_attention(q, k, v, positions, window or k.shape[2])  # (B, K, S, G, H)
+    return y.transpose(2, 3).flatten(2, 3)
+
+
+def multiply_experts(x, chosen, w1, w3, w2):
+    """Compute what layers/experts.py does; skinny_gemm.cpp reads the weights of those that are chosen, once.
+
+    w1, w3, w2: in bfloat16, or packed QuantLinears.
+    """
+    weights, bits = [w.weight for w in (w1, w3, w2)], [getattr(w, "bits", 16) for w in (w1, w3, w2)]
+    if bits == [16] * 3 and chosen.numel() > skinny_gemm.FEW * len(w1.weight):
+        return torch.ops.ladder.experts(x, chosen, *([weight] for weight in weights))
+    return torch.ops.ladder.skinny_gemm_experts(x, chosen, *weights, w2.in_features, x.shape[1], bits)
+
+
+class SkinnyFeedForward(nn.Module):
+    """The packed QuantLinears of a FeedForward: few rows take one call, so no time passes between the products."""
+
+    def __init__(self, feed_forward):
+        super().__init__()
+        self.w1, self.w3, self.w2 = feed_forward.w1, feed_forward.w3, feed_forward.w2
+
+    def forward(self, x):
+        if x.numel() > skinny_gemm.FEW_INT * x.shape[-1]:
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        weights = self.w1.weight, self.w3.weight, self.w2.weight
+        return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
+
+
+def use_skinny_gemm(model):
+    """Let a model in bfloat16 use skinny_gemm.cpp, if that knows this processor; else rank 0 prints that it does not.
+
+    Raises InputError when it cannot be compiled.
+    """
+    if model.dtype != torch.bfloat16:
+        return
+    if compilers.instruction_set() == "plain":
+        if launch.rank_and_size()[0] == 0:
+            print("skinny_gemm.cpp knows no such processor or system: PyTorch's kernels, slower", file=sys.stderr)
+        return
+    skinny_gemm.build()
+    use_kernels(model, "skinny_gemm")
+
+    def make(name, module):
+        if type(module) is nn.Linear:
+            return skinny_gemm.SkinnyLinear(module)
+        if type(module) is FeedForward and module.w1.bias is None and module.activation is F.silu:
+            packed = all(getattr(linear, "kernel", None) is skinny_gemm.multiply for linear in module.children())
+            return SkinnyFeedForward(module) if packed else None
+        return None
+
+    swap(model, make)
+    for name, module in model.named_modules():
+        if type(module) is Attention and module.head_dim % 64 == 0 and not module.score_cap:
+            module.attend = decode_attend
+        elif name.endswith(".experts"):
+            module.kernel = multiply_experts

@@ -1,0 +1,284 @@
+// y = x W^T for few rows x in bfloat16 on a CPU, W in bfloat16, 8 or 4 bits: each weight is read once, at the speed of
+// memory. With them the feed-forward of a layer as one call, because memory rests between calls. And the attention of a few
+// new positions, which reads its keys and values once for four queries of a head.
+//
+// skinny_gemm.h has the loops, skinny_gemm.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of
+// both, G groups of columns; for attention and experts those of model.py.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/silu.h>
+#include <c10/core/InferenceMode.h>
+#include <omp.h>
+#include <torch/library.h>
+
+#include <array>
+#include <numeric>
+#include <vector>
+
+#include "skinny_gemm.h"
+
+namespace {
+
+using BF16 = at::BFloat16;
+const uint16_t* data(const at::Tensor& t) { return reinterpret_cast<const uint16_t*>(t.const_data_ptr<BF16>()); }
+
+// Room for the product (..., N) of x (..., K).
+at::Tensor empty_product(const at::Tensor& x, int64_t N) {
+  auto shape = x.sizes().vec();
+  shape.back() = N;
+  return at::empty(shape, x.options());
+}
+
+// Rows begin..end of x, which are multiplied with one of several matrices.
+struct Group {
+  int64_t matrix, begin, end;
+};
+
+std::vector<Group> all_rows(const at::Tensor& x) {
+  return {{0, 0, x.numel() / std::max<int64_t>(1, x.size(-1))}};
+}
+
+// Share out the pieces of all groups' matrices: work(group, begin, end) on pieces begin..end of one.
+template <typename Work>
+void in_parallel(const std::vector<Group>& groups, int64_t pieces, int64_t grain, Work work) {
+  at::parallel_for(0, groups.size() * pieces, grain, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t first = begin % pieces, last = std::min(pieces, first + end - begin);
+      work(groups[begin / pieces], first, last);
+      begin += last - first;
+    }
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// W in bfloat16
+
+// Of 1 to kMost rows of x.
+constexpr auto kBlocks = []<int... M>(std::integer_sequence<int, M...>) {
+  return std::array{&block<M + 1, BF16>...};
+}(std::make_integer_sequence<int, kMost>());
+
+// x (M, K) times the matrices of its groups, of one W (N, K) or several (E, N, K).
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, const std::vector<Group>& groups) {
+  const int64_t N = weight.size(-2), K = weight.size(-1);
+  TORCH_CHECK(K > 0 && x.size(-1) == K && weight.is_contiguous(), "skinny_gemm takes x (..., K), a contiguous W (N, K)");
+  at::Tensor result = empty_product(x, N);
+  const uint16_t *w = data(weight), *from = data(x);
+  BF16* y = result.data_ptr<BF16>();
+  in_parallel(groups, N, std::max<int64_t>(1, 32768 / K), [&](const Group& group, int64_t begin, int64_t end) {
+    const int64_t rows = group.end - group.begin == 1 ? kLongBlock : kBlock;
+    for (int64_t n = begin; n < end; n += rows) {
+      for (int64_t m = group.begin; m < group.end; m += kMost) {
+        kBlocks[std::min<int64_t>(group.end - m, kMost) - 1](
+            w + (group.matrix * N + n) * K, from + m * K, y + m * N + n, std::min(rows, end - n), N, K);
+      }
+    }
+  });
+  return result;
+}
+
+at::Tensor skinny_gemm(const at::Tensor& input, const at::Tensor& weight) {
+  return multiply(input.contiguous(), weight, all_rows(input));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// W in integers
+
+template <bool kFourBits>
+constexpr auto kPanels = []<int... M>(std::integer_sequence<int, M...>) {
+  return std::array{&int_panel<kFourBits, M + 1>...};
+}(std::make_integer_sequence<int, kMostInt>());
+
+Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
+  const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2);
+  const int64_t size = bits == 8 ? K : (vectors - 1) * 8;
+  TORCH_CHECK(
+      input.scalar_type() == at::kBFloat16 && input.size(-1) == K && K > 0 && weight.is_contiguous() &&
+          weight.size(-1) == 64 && size * G == K && P == (N + kRows - 1) / kRows &&
+          (bits == 8 ? vectors == 1 + (K + 7) / 8 * 2 : bits == 4 && size >= 8 && kColumns % size == 0),
+      "x (..., K) must be in bfloat16, and of a W (N, K) what skinny_gemm.pack returns, in groups of 8 to 128 columns");
+  return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, bits == 4};
+}
+
+// x times the matrices W of its groups; or gated, silu(x times W) times (x times up).
+at::Tensor multiply(
+    const at::Tensor& input, const Integers& W, const std::vector<Group>& groups, const Integers* up = nullptr) {
+  const int64_t N = W.N, K = W.K, G = W.G;
+  TORCH_CHECK(!up || up->G == G, "w1 and w3 have groups of other sizes");
+  const at::Tensor rows = input.contiguous();
+  const int64_t M = rows.numel() / K, blocks = (K + kColumns - 1) / kColumns;
+  at::Tensor result = empty_product(rows, N);
+  const uint16_t* x = data(rows);
+  uint16_t* y = static_cast<uint16_t*>(result.data_ptr());
+  std::vector<Block> fixed(M * blocks);
+  std::vector<float> sums(M * G);
+  at::parallel_for(0, M, std::max<int64_t>(1, 32768 / K), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++) {
+      for (int64_t k = 0; k < K; k += kColumns) fixed[m * blocks + k / kColumns] = fixed_point(x + m * K + k, K - k);
+      for (int64_t g = 0; W.four_bits && g < G; g++) {
+        const BF16* from = rows.const_data_ptr<BF16>() + m * K;
+        sums[m * G + g] = std::accumulate(from + g * W.size, from + (g + 1) * W.size, 0.0f);
+      }
+    }
+  });
+  // y = x times panels begin..end of a group's matrix, or y times that
+  auto panels = [&](const Integers& of, const Group& group, int64_t begin, int64_t end, bool times) {
+    const auto& kernels = of.four_bits ? kPanels<true> : kPanels<false>;
+    for (int64_t from = group.begin; from < group.end; from += kRowsInCache) {
+      const int64_t to = std::min(from + kRowsInCache, group.end);
+      for (int64_t p = begin; p < end; p++) {
+        for (int64_t m = from; m < to; m += kMostInt) {
+          const int64_t here = std::min<int64_t>(to - m, kMostInt), panel = group.matrix * of.P + p;
+          Sums lanes[kMostInt][kParts];
+          kernels[here - 1](of, fixed.data() + m * blocks, blocks, sums.data() + m * G, lanes, panel);
+          for (int64_t i = 0; i < here * kParts; i++) {
+            const int64_t n = p * kRows + i % kParts * kLanes;
+            uint16_t* out = y + (m + i / kParts) * N + n;
+            const Sums product = lanes[i / kParts][i % kParts];
+            store(times ? product * load_floats(out, N - n) : product, out, N - n);
+          }
+        }
+      }
+    }
+  };
+  const int64_t grain = std::max<int64_t>(1, 65536 / (kRows * K));
+  in_parallel(groups, W.P, grain, [&](const Group& group, int64_t begin, int64_t end) {
+    panels(W, group, begin, end, false);
+    if (!up) return;
+    for (int64_t m = group.begin; m < group.end; m++) {
+      for (int64_t n = begin * kRows, to = std::min(end * kRows, N); n < to; n += kLanes) {
+        store(silu(load_floats(y + m * N + n, to - n)), y + m * N + n, to - n);
+      }
+    }
+    panels(*up, group, begin, end, true);
+  });
+  return result;
+}
+
+at::Tensor skinny_gemm_int(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
+  return multiply(input, integers(input, weight, N, K, bits), all_rows(input));
+}
+
+// w2 (silu(w1 x) * w3 x), with w1 and w3 (N, K), w2 (K, N)
+at::Tensor feed_forward_int(
+    const at::Tensor& input, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2, int64_t N, int64_t K,
+    int64_t bits) {
+  const Integers gate = integers(input, w1, N, K, bits), up = integers(input, w3, N, K, bits);
+  const at::Tensor hidden = multiply(input, gate, all_rows(input), &up);
+  return multiply(hidden, integers(hidden, w2, K, N, bits), all_rows(hidden));
+}
+
+// The same for tokens x (T, D) and each of the k experts that a token chose, (T, k): the result is (T, k, D). There are
+// E experts of I neurons: w1 and w3 (E, I, D), w2 (E, D, I). The tokens of an expert become neighbours, so that its
+// weights are read once for all of them. bits: of each of the three, 16 for bfloat16.
+at::Tensor skinny_gemm_experts(
+    const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2,
+    int64_t I, int64_t D, at::IntArrayRef bits) {
+  const auto [experts, order] = chosen.flatten().sort(/*stable=*/true, 0, false);
+  const int64_t* expert = experts.const_data_ptr<int64_t>();
+  std::vector<Group> groups;
+  for (int64_t i = 0; i < experts.numel(); i++) {
+    if (i == 0 || expert[i] != expert[i - 1]) groups.push_back({expert[i], i, i});
+    groups.back().end++;
+  }
+  const at::Tensor weights[] = {w1, w3, w2};
+  for (int i = 0; i < 3; i++) {
+    TORCH_CHECK(
+        weights[i].dim() == (bits.at(i) == 16 ? 3 : 5) &&
+            (groups.empty() || (groups[0].matrix >= 0 && groups.back().matrix < weights[i].size(0))),
+        "skinny_gemm_experts takes w1, w3, w2 (E, ...) of these bits, and chosen experts from 0 to E - 1");
+  }
+  auto product = [&](const at::Tensor& rows, const at::Tensor& w, int64_t N, int64_t K, int64_t bits) {
+    return bits == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, N, K, bits), groups);
+  };
+  const at::Tensor rows = x.index_select(0, order.floor_divide(chosen.size(1)));
+  at::Tensor hidden;
+  if (bits[0] == bits[1] && bits[0] < 16) {
+    const Integers gate = integers(rows, w1, I, D, bits[0]), up = integers(rows, w3, I, D, bits[1]);
+    hidden = multiply(rows, gate, groups, &up);
+  } else {
+    hidden = at::silu(product(rows, w1, I, D, bits[0])).mul_(product(rows, w3, I, D, bits[1]));
+  }
+  const at::Tensor y = product(hidden, w2, D, I, bits[2]);
+  return at::empty_like(y).index_copy_(0, order, y).view({chosen.size(0), chosen.size(1), D});
+}
+
+// x (..., K) of many rows: W becomes floats, by pieces that are still in the cache when they are multiplied. Each thread
+// has pieces of its own: with a piece shared, all threads would wait for one another several times for each.
+at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
+  const Integers W = integers(input, weight, N, K, bits);
+  const at::Tensor rows = input.reshape({-1, W.K});
+  const int64_t threads = at::get_num_threads(), most = std::max<int64_t>(1, (1 << 19) / (kRows * W.K)) * threads;
+  const int64_t pieces = (W.P + most - 1) / most * threads, step = (W.P + pieces - 1) / std::max<int64_t>(1, pieces);
+  at::Tensor result = empty_product(input, N), flat = result.view({rows.size(0), N});
+  const bool inference = c10::InferenceMode::is_enabled();  // which other threads do not inherit
+  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    const c10::InferenceMode guard(inference);
+    if (omp_in_parallel()) omp_set_num_threads(1);  // of this thread, until the region ends: oneDNN plans for so many
+    for (int64_t p = begin * step; p < std::min(end * step, W.P); p += step) {
+      const int64_t to = std::min(p + step, W.P), n = p * kRows, count = std::min(to * kRows, N) - n;
+      at::Tensor piece = at::empty({W.K, (to - p) * kRows}, input.options());
+      (W.four_bits ? dequantize<true> : dequantize<false>)(W, static_cast<uint16_t*>(piece.data_ptr()), p, to);
+      flat.narrow(1, n, count).copy_(at::mm(rows, piece).narrow(1, 0, count));
+    }
+  });
+  return result;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention of a few new positions in each row of a batch
+
+// q (B, K, S, G, H) at positions (B, S) over the cached keys and values (B, K, T, H): each over the last `window` of them
+// up to its own position.
+at::Tensor decode_attention(
+    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions, int64_t window) {
+  const int64_t B = q.size(0), K = q.size(1), S = q.size(2), G = q.size(3), H = q.size(4), T = keys.size(2);
+  TORCH_CHECK(
+      H % 64 == 0 && T > 0 && keys.is_contiguous() && values.is_contiguous() && values.sizes() == keys.sizes() &&
+          keys.sizes() == at::IntArrayRef({B, K, T, H}) && positions.sizes() == at::IntArrayRef({B, S}),
+      "decode_attention takes q (B, K, S, G, H), 64 divides H, a contiguous cache (B, K, T, H), and positions (B, S)");
+  const at::Tensor queries = q.contiguous(), last = positions.contiguous();
+  at::Tensor result = at::empty(queries.sizes(), queries.options());
+  const uint16_t *q_data = data(queries), *k_data = data(keys), *v_data = data(values);
+  const int64_t* p_data = last.const_data_ptr<int64_t>();
+  BF16* y_data = result.data_ptr<BF16>();
+  constexpr std::array kernels = {&attend<1, BF16>, &attend<2, BF16>, &attend<4, BF16>};
+  at::parallel_for(0, B * K, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scores(4 * T + 16);
+    for (int64_t i = begin; i < end; i++) {
+      const uint16_t *k = k_data + i * T * H, *v = v_data + i * T * H;
+      for (int64_t s = 0; s < S; s++) {  // from the second one on, the keys and values are in the caches
+        const int64_t position = p_data[i / K * S + s];
+        const int64_t stop = std::clamp<int64_t>(position + 1, 1, T);  // so that no memory but the cache is read
+        const int64_t start = std::max<int64_t>(stop - window, 0), length = stop - start;
+        for (int64_t g = 0; g < G;) {
+          const int which = G - g >= 4 ? 2 : G - g >= 2 ? 1 : 0;
+          const int64_t first = ((i * S + s) * G + g) * H;
+          kernels[which](q_data + first, k + start * H, v + start * H, y_data + first, scores.data(), length, H);
+          g += 1 << which;
+        }
+      }
+    }
+  });
+  return result;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(ladder, library) {
+  auto define = [&](const std::string& schema, auto function) {
+    library.def((schema + " -> Tensor").c_str(), torch::dispatch(c10::DispatchKey::CPU, function));
+  };
+  define("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window)", decode_attention);
+  define("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward_int);
+  define("skinny_gemm(Tensor x, Tensor weight)", skinny_gemm);
+  define(
+      "skinny_gemm_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int I, int D, int[] bits)",
+      skinny_gemm_experts);
+  define("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", many_rows_int);
+  define("skinny_gemm_int(Tensor x, Tensor weight, int N, int K, int bits)", skinny_gemm_int);
+}

@@ -1,0 +1,446 @@
+// The loops of skinny_gemm.cpp, over vectors as long as the processor's: what differs between instruction sets stands first.
+// Nothing here knows of PyTorch, so that a small program can run it on an emulated processor.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#ifdef __AVX2__
+#include <immintrin.h>
+#else
+#include <arm_neon.h>
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What differs between instruction sets
+
+// kLanes: numbers of 32 bits in a vector. kMost, kMostInt: rows of x whose sums fit the registers, with W in bfloat16 and
+// in integers.
+#if defined(__AVX512BW__)
+constexpr int kLanes = 16, kMost = 8, kMostInt = 8;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kMost = 5, kMostInt = 6;
+#else  // NEON with dot products
+constexpr int kLanes = 4, kMost = 8, kMostInt = 2;
+#endif
+
+using Pairs = uint32_t __attribute__((vector_size(4 * kLanes)));  // of bfloat16 numbers, two in each lane
+using Sums = float __attribute__((vector_size(4 * kLanes)));
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+using Shorts = uint16_t __attribute__((vector_size(4 * kLanes)));
+using Bytes = uint8_t __attribute__((vector_size(4 * kLanes)));
+using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
+
+// half(pairs, 0..kHalves - 1): what multiply_add(), which adds the products of both numbers of a lane, takes in turn.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr int kHalves = 1;
+using Half = Pairs;
+inline Half half(Pairs pairs, int) { return pairs; }
+#else  // a bfloat16 is the upper half of a float
+constexpr int kHalves = 2;
+using Half = Sums;
+inline Half half(Pairs pairs, int which) { return (Half)(which ? pairs & 0xffff0000u : pairs << 16); }
+#endif
+
+// By name, also where it is sums + w * x: GCC would add two products first, and keep the sums in memory.
+inline Sums multiply_add(Sums sums, Half w, Half x) {
+#if defined(__AVX512BF16__)
+  return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)x);
+#elif defined(__AVX512BW__)
+  return (Sums)_mm512_fmadd_ps((__m512)w, (__m512)x, (__m512)sums);
+#elif defined(__AVX2__)
+  return (Sums)_mm256_fmadd_ps((__m256)w, (__m256)x, (__m256)sums);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (Sums)vbfdotq_f32((float32x4_t)sums, (bfloat16x8_t)w, (bfloat16x8_t)x);
+#else
+  return (Sums)vfmaq_f32((float32x4_t)sums, (float32x4_t)w, (float32x4_t)x);
+#endif
+}
+
+// To each lane's sum, dot() adds products of a lane of W, four columns, with one of two numbers for x. kBytes: all four
+// meet the high bytes of x and then the low ones. Else the two even columns, as 16 bits, meet x, and then the odd ones.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+constexpr bool kBytes = false, kSigned = false;
+#elif defined(__AVX2__) || defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool kBytes = true, kSigned = false;
+#else
+constexpr bool kBytes = true, kSigned = true;  // bytes of W
+#endif
+inline Ints dot(Ints sums, Bytes w, int32_t x) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX512BW__)
+  return sums + (Ints)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)w, _mm256_set1_epi32(x));
+#elif defined(__AVX2__)
+  sums += (Ints)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
+  asm("" : "+x"(sums));  // else GCC computes many products first and adds them later, with too few registers for both
+  return sums;
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (Ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+#else
+  return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+#endif
+}
+
+// The first `count` numbers of a vector from memory, zeros behind them.
+template <typename Vector, typename Number>
+inline Vector load(const Number* from, int64_t count = sizeof(Vector) / sizeof(Number)) {
+  Vector vector = {};
+  std::memcpy(&vector, from, count * sizeof(Number));
+  return vector;
+}
+
+// `count` bfloat16 numbers, at most kLanes, as floats.
+inline Sums load_floats(const void* from, int64_t count = kLanes) {
+  const uint16_t* numbers = static_cast<const uint16_t*>(from);
+  const Halves halves = count >= kLanes ? load<Halves>(numbers) : load<Halves>(numbers, std::max<int64_t>(count, 0));
+  return (Sums)(__builtin_convertvector(halves, Pairs) << 16);
+}
+
+// The first `count` floats of a vector as bfloat16 numbers, rounded to the nearest, ties to even.
+inline void store(Sums numbers, uint16_t* to, int64_t count = kLanes) {
+  const Pairs bits = (Pairs)numbers;
+  const Halves halves = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
+  std::memcpy(to, &halves, std::clamp<int64_t>(count, 0, kLanes) * sizeof(uint16_t));
+}
+
+inline float total(Sums lanes) {
+  float sum = 0;
+  for (int i = 0; i < kLanes; i++) sum += lanes[i];
+  return sum;
+}
+
+// e^x for x <= 0, to some 2e-7 of it near 0 and 4e-6 far off; below -87 about 1e-38
+inline Sums exponential(Sums x) {
+  x = x < -87.0f ? Sums{} - 87.0f : x;  // not a number stays that
+  const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);
+  const Sums r = x - __builtin_convertvector(n, Sums) * 0.693147181f;  // |r| <= ln(2) / 2
+  const Sums p = 1 + r * (1 + r * (1 / 2.0f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f + r * (1 / 720.0f))))));
+  return (Sums)((Ints)p + (n << 23));
+}
+
+inline Sums silu(Sums x) {
+  const Sums e = exponential(x < 0 ? x : -x);
+  return x * (x < 0 ? e : Sums{} + 1) / (1 + e);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// W in bfloat16
+
+constexpr int64_t kVector = 2 * kLanes;
+
+// To sums (R, M), add M rows of x times R rows of W, over `count` columns. The rows of W and of the sums lie `apart` rows
+// from one another. U partial sums of each hide the latency of an addition. With more than one row of x, the processor
+// needs help to fetch the next rows of W in time.
+template <int M, int R, int U>
+void tile(const uint16_t* w, const uint16_t* x, float* sums, int64_t K, int64_t count, int64_t apart) {
+  Sums lanes[R][M][U] = {};
+  auto add = [&](int64_t k, int u, int64_t n) {
+    Pairs xs[M], ws[R];
+    for (int m = 0; m < M; m++) xs[m] = load<Pairs>(x + m * K + k, n);
+    for (int r = 0; r < R; r++) {
+      ws[r] = load<Pairs>(w + r * apart * K + k, n);
+      if (M > 1) __builtin_prefetch(w + (r * apart + 1) * K + k);
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < kHalves; h++) {
+      for (int m = 0; m < M; m++) {
+        for (int r = 0; r < R; r++) lanes[r][m][u] = multiply_add(lanes[r][m][u], half(ws[r], h), half(xs[m], h));
+      }
+    }
+  };
+  int64_t k = 0;
+  for (; k + U * kVector <= count; k += U * kVector) {
+#pragma GCC unroll 8
+    for (int u = 0; u < U; u++) add(k + u * kVector, u, kVector);
+  }
+  for (; k < count; k += kVector) add(k, 0, std::min(kVector, count - k));
+  for (int r = 0; r < R; r++) {
+    for (int m = 0; m < M; m++) {
+      Sums all = lanes[r][m][0];
+      for (int u = 1; u < U; u++) all += lanes[r][m][u];
+      sums[r * apart * M + m] += total(all);
+    }
+  }
+}
+
+// Rows of W that are computed together, so that a block of x is loaded once for all of them. One row of x stays in the
+// cache anyway: then many rows of W, because the processor's prefetcher restarts at each block.
+constexpr int kBlock = 64, kLongBlock = 2048;
+
+// M rows of x times some rows of W, at most a block. x goes in blocks of columns that fit the first-level cache.
+template <int M, typename Number>
+void block(const uint16_t* w, const uint16_t* x, Number* y, int64_t rows, int64_t N, int64_t K) {
+  // 6 to 16 sums in flight; two rows of W even for one row of x, because some processors fetch two streams that are far
+  // apart faster than one
+  constexpr int R = 2, U = M > 4 || (M > 2 && kLanes == 8) ? 1 : M > 1 ? 2 : 4;
+  const int64_t columns = M == 1 ? K : 2048;
+  float sums[M == 1 ? kLongBlock : kBlock * M] = {};
+  for (int64_t k = 0; k < K; k += columns) {
+    const int64_t count = std::min(columns, K - k), apart = rows / R;
+    for (int64_t r = 0; r < apart; r++) tile<M, R, U>(w + r * K + k, x + k, sums + r * M, K, count, apart);
+    for (int64_t r = R * apart; r < rows; r++) tile<M, 1, U>(w + r * K + k, x + k, sums + r * M, K, count, 0);
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    for (int m = 0; m < M; m++) y[m * N + r] = sums[r * M + m];
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// W in integers: 8 bits and a scale per row, or 4 bits with a scale and a zero per group of columns (int_linear.py)
+//
+// W comes in panels of 16 rows, as skinny_gemm.py packs them: 64 bytes have 4 for each row, with four columns of it; in 4
+// bits eight, the later four in the upper halves. A group begins with 64 bytes of the rows' 16 scales and 16 zeros. So no
+// sum goes across lanes, and W is read from its begin to its end.
+//
+// Processors multiply bytes four times as fast as they turn them into floats. So x becomes fixed-point numbers of 16 bits,
+// 256 high + low, with a scale for each block of columns. That changes a number by some 2^-16 of the largest in its
+// block at most: less than bfloat16 itself had rounded that one. (A block of nothing above 1e-30 counts as zeros.)
+
+constexpr int64_t kColumns = 128;  // of a block
+constexpr int64_t kRows = 16;  // of a panel
+constexpr int64_t kRowsInCache = 96;  // of x: their blocks stay in the second-level cache for all panels
+constexpr int kParts = kRows / kLanes;  // vectors that have a lane for each row
+constexpr int64_t kPrefetch = 1024;  // bytes to be fetched in advance; and four times as many, from farther away
+
+// One block of a row of x: for four columns each the two numbers that dot() takes, one of either kind.
+struct Block {
+  int32_t parts[2][kColumns / 4];
+  float scale;
+  int32_t offset;  // what w + 128 instead of w adds to the sum
+};
+
+inline Block fixed_point(const uint16_t* x, int64_t count) {
+  constexpr int64_t kVectors = kColumns / kLanes;
+  Sums values[kVectors];
+  Ints largest = {};  // as bits: positive floats are in the order of their bits, and NaN comes last
+  for (int64_t i = 0; i < kVectors; i++) {
+    values[i] = load_floats(x + kLanes * i, count - kLanes * i);
+    const Ints bits = (Ints)values[i] & INT32_MAX;
+    largest = bits > largest ? bits : largest;
+  }
+  int32_t bits = 0;
+  for (int i = 0; i < kLanes; i++) bits = std::max(bits, largest[i]);
+  float top;
+  std::memcpy(&top, &bits, sizeof(top));
+  if (top < 1e-30f) top = 0;  // and not a number stays that
+  const float inverse = top > 0 ? 32639 / top : 0;  // 32639 = 127 * 256 + 127
+  Block block;
+  block.scale = top / 32639;
+  int16_t fixed[kColumns];
+  Ints sum = {};
+  for (int64_t i = 0; i < kVectors; i++) {
+    const Sums half = (Sums)(((Ints)values[i] & INT32_MIN) | 0x3f000000);  // 0.5 with the sign of x
+    const Ints number = __builtin_convertvector(values[i] * inverse + half, Ints);
+    const Halves halves = __builtin_convertvector(number, Halves);
+    std::memcpy(fixed + kLanes * i, &halves, sizeof(halves));
+    sum += number;
+  }
+  for (int64_t i = 0; i < kColumns; i++) {
+    if (kBytes) {
+      const int high = (fixed[i] + 128) >> 8;
+      reinterpret_cast<int8_t*>(block.parts[0])[i] = high;
+      reinterpret_cast<int8_t*>(block.parts[1])[i] = fixed[i] - (high << 8);
+    } else {
+      reinterpret_cast<int16_t*>(block.parts[i % 2])[i / 2] = fixed[i];
+    }
+  }
+  uint32_t offset = 0;
+  for (int i = 0; i < kLanes; i++) offset += 128 * uint32_t(sum[i]);
+  block.offset = offset;
+  return block;
+}
+
+// The operand of dot() for part `s` of x: of bytes of W, or of the lower (i = 0) or upper halves of those in 4 bits.
+template <bool kFourBits>
+inline Bytes operand(Bytes w, int i, int s) {
+  if (kBytes) return !kFourBits ? (kSigned ? w ^ 128 : w) : i ? w >> 4 : w & 15;
+  const Shorts shifted = (Shorts)w >> (8 * s + (kFourBits ? 4 * i : 0));
+  return (Bytes)(s && (i || !kFourBits) ? shifted : shifted & (kFourBits ? uint16_t{15} : uint16_t{255}));
+}
+
+struct Integers {
+  const uint8_t* w;  // (P, G, 1 + V, 64)
+  int64_t P, N, K, G;
+  int64_t vectors, size;  // of a group: 64 bytes each, those of its scales too, and columns
+  bool four_bits;
+};
+
+// y (M): M rows of x, `blocks` blocks each, times panel p of W. sums (M, G): of the numbers of x in each group.
+template <bool kFourBits, int M>
+void int_panel(const Integers& W, const Block* x, int64_t blocks, const float* sums, Sums (*y)[kParts], int64_t p) {
+  constexpr int U = M > 2 ? 1 : 2;  // partial sums, which hide the latency of an addition
+  constexpr int64_t kStep = kFourBits ? 64 : 128;  // bytes of 8 columns
+  const uint8_t* w = W.w + p * W.G * W.vectors * 64;
+  const int64_t size = kFourBits ? W.size : kColumns;
+  Sums lanes[M][kParts] = {}, scale[kParts], zero[kParts];
+  for (int64_t k = 0; k < W.K; k += size) {
+    if (kFourBits || k == 0) {
+      for (int part = 0; part < kParts; part++) scale[part] = load_floats(w + 2 * kLanes * part);
+      for (int part = 0; part < kParts; part++) zero[part] = load_floats(w + 32 + 2 * kLanes * part);
+      w += 64;
+    }
+    Ints all[2][M][kParts][U] = {};
+    const Block* here = x + k / kColumns;
+    const int64_t first = k % kColumns, stop = first + std::min(size, W.K - k);
+    for (int64_t j = first; j < stop; j += 8, w += kStep) {
+      for (int i = 0; i < kStep; i += 64) {
+        __builtin_prefetch(w + 4 * kPrefetch + i, 0, 2);  // into the second-level cache
+        __builtin_prefetch(w + kPrefetch + i);
+      }
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++) {
+#pragma GCC unroll 2
+        for (int s = 0; s < 2; s++) {
+          Bytes ws[kParts];
+#pragma GCC unroll 4
+          for (int part = 0; part < kParts; part++) {
+            ws[part] = operand<kFourBits>(load<Bytes>(w + (kFourBits ? 0 : 64 * i) + 4 * kLanes * part), i, s);
+          }
+#pragma GCC unroll 8
+          for (int m = 0; m < M; m++) {
+            const int32_t xs = here[m * blocks].parts[s][j / 4 + i];
+#pragma GCC unroll 4
+            for (int part = 0; part < kParts; part++) {
+              Ints& sum = all[kBytes ? s : 0][m][part][i % U];
+              sum = dot(sum, ws[part], xs);
+            }
+          }
+        }
+      }
+    }
+    for (int m = 0; m < M; m++) {
+      const Block& xs = here[m * blocks];
+      for (int part = 0; part < kParts; part++) {
+        for (int u = 1; u < U; u++) all[0][m][part][0] += all[0][m][part][u], all[1][m][part][0] += all[1][m][part][u];
+        const Ints high = all[0][m][part][0] << (kBytes ? 8 : 0);
+        const Ints sum = high + all[1][m][part][0] - (kFourBits || kSigned ? 0 : xs.offset);
+        lanes[m][part] +=
+            __builtin_convertvector(sum, Sums) * (kFourBits ? scale[part] * xs.scale : Sums{} + xs.scale);
+        if (kFourBits) lanes[m][part] += zero[part] * sums[m * W.G + k / size];
+      }
+    }
+  }
+  for (int m = 0; m < M; m++) {
+    for (int part = 0; part < kParts; part++) y[m][part] = kFourBits ? lanes[m][part] : lanes[m][part] * scale[part];
+  }
+}
+
+// Panels from..to of W as floats, (K, n) with all of their rows.
+template <bool kFourBits>
+void dequantize(const Integers& W, uint16_t* y, int64_t from, int64_t to) {
+  const int64_t n = (to - from) * kRows;
+  constexpr int kTimes = kFourBits ? 2 : 1, kBits = kFourBits ? 4 : 8;
+  for (int64_t p = from; p < to; p++) {
+    for (int part = 0; part < kParts; part++) {
+      const uint8_t* w = W.w + p * W.G * W.vectors * 64 + 4 * kLanes * part;
+      Sums scale, zero;
+      for (int64_t v = 0, k = 0; k < W.K; v++, w += 64) {
+        if (v % W.vectors == 0) {
+          scale = load_floats(w - 2 * kLanes * part);
+          zero = kFourBits ? load_floats(w - 2 * kLanes * part + 32) : scale * -128;
+          continue;
+        }
+        const Ints four = load<Ints>(w);
+        for (int time = 0; time < kTimes; time++) {
+          for (int c = 0; c < 4 && k < W.K; c++, k++) {
+            const Ints q = four >> (8 * c + 4 * time) & ((1 << kBits) - 1);
+            store(__builtin_convertvector(q, Sums) * scale + zero, y + k * n + (p - from) * kRows + kLanes * part);
+          }
+        }
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention of a few new positions in each row of a batch
+
+constexpr int64_t kAhead = 32;  // keys or values that the processor is told to fetch in advance
+
+// a and b each hold s results, each spread over kLanes / s lanes. Returns all 2 s, each over half as many lanes.
+template <int s, int... i>
+inline Sums halve(Sums a, Sums b, std::integer_sequence<int, i...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, (i & s ? kLanes + i : i)...) +
+         __builtin_shufflevector(a, b, (i & s ? kLanes + (i ^ s) : i ^ s)...);
+#else  // GCC has the other one from version 12 on
+  return __builtin_shuffle(a, b, Ints{(i & s ? kLanes + i : i)...}) +
+         __builtin_shuffle(a, b, Ints{(i & s ? kLanes + (i ^ s) : i ^ s)...});
+#endif
+}
+
+// The total of each of kLanes / s vectors, which hold s results each.
+template <int s = 1>
+inline __attribute__((always_inline)) Sums totals(Sums* lanes) {
+  if constexpr (s == kLanes) {
+    return lanes[0];
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / s / 2; i++) {
+      lanes[i] = halve<s>(lanes[2 * i], lanes[2 * i + 1], std::make_integer_sequence<int, kLanes>());
+    }
+    return totals<2 * s>(lanes);
+  }
+}
+
+// M queries q (M, H) of one head over `length` keys and values (length, H); M divides kLanes, and 64 divides H. weights:
+// room for M length numbers and kLanes more.
+template <int M, typename Number>
+void attend(
+    const uint16_t* q, const uint16_t* keys, const uint16_t* values, Number* y, float* weights, int64_t length,
+    int64_t H) {
+  constexpr int64_t kKeys = kLanes / M;  // whose scores are one vector, the M of a key side by side
+  const float scale = 1 / std::sqrt(float(H));
+  Sums largest = Sums{} - INFINITY, sum = {};
+  for (int64_t t = 0; t < length; t += kKeys) {
+    const int64_t count = std::min(kKeys, length - t);
+    const uint16_t* from[kKeys];
+    for (int64_t j = 0; j < kKeys; j++) from[j] = keys + (t + std::min(j, count - 1)) * H;
+    Sums dots[kLanes] = {};
+    for (int64_t h = 0; h < H; h += kVector) {
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < kKeys; j++) {
+        const Pairs key = load<Pairs>(from[j] + h);
+        __builtin_prefetch(from[j] + kAhead * H + h);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+          const Pairs query = load<Pairs>(q + m * H + h);
+          Sums& to = dots[j * M + m];
+          for (int s = 0; s < kHalves; s++) to = multiply_add(to, half(key, s), half(query, s));
+        }
+      }
+    }
+    Sums scores = totals(dots) * scale;
+    for (int64_t i = count * M; i < kLanes; i++) scores[i] = -INFINITY;  // beyond the last key
+    largest = scores > largest ? scores : largest;
+    std::memcpy(weights + t * M, &scores, sizeof(scores));
+  }
+  for (int i = M; i < kLanes; i++) largest[i % M] = std::max(largest[i % M], largest[i]);
+  for (int i = M; i < kLanes; i++) largest[i] = largest[i % M];
+  for (int64_t i = 0; i < M * length; i += kLanes) {
+    const Sums here = exponential(load<Sums>(weights + i) - largest);
+    std::memcpy(weights + i, &here, sizeof(here));
+    sum += here;
+  }
+  for (int i = M; i < kLanes; i++) sum[i % M] += sum[i];
+  constexpr int kVectors = kLanes == 8 ? 2 : 4;  // of a value, whose sums are in registers
+  for (int64_t h = 0; h < H; h += kVectors * kLanes) {
+    Sums weighted[M][kVectors] = {};
+    for (int64_t t = 0; t < length; t++) {
+      for (int c = 0; c < kVectors * kLanes; c += 32) __builtin_prefetch(values + (t + kAhead) * H + h + c);
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; c++) {
+        const Sums value = load_floats(values + t * H + h + kLanes * c);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) weighted[m][c] += weights[t * M + m] * value;
+      }
+    }
+    for (int m = 0; m < M; m++) {
+      for (int i = 0; i < kVectors * kLanes; i++) y[m * H + h + i] = weighted[m][i / kLanes][i % kLanes] / sum[m];
+    }
+  }
+}

@@ -1,0 +1,139 @@
+"""QuantLinear, a linear whose weights are integers of 8 or 4 bits, with its plainest kernels; table.py has all.
+
+W[n, k] = scales[n, g] q[n, k] + zeros[n, g], where q are the integers and g is the group of column k.
+
+int8: q from -127 to 127, one group per row, no zeros.
+int4: q from 0 to 15, two in a byte, the even column in the lower half.
+
+Shape letters: N rows and K columns of W, G groups in a row.
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+PIECE = 2**19  # elements of W that become floats at a time, so that they are multiplied while they are in the cache
+FEW = 16  # rows of x, at most, that PyTorch's int8 kernel multiplies
+
+
+def dequantize(weight, scales, zeros=None):
+    """Return W (N, K) in the dtype of the scales."""
+    if zeros is None:
+        return weight.to(scales.dtype) * scales
+    q = unpack(weight).unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
+    return torch.addcmul(zeros[..., None], q, scales[..., None]).flatten(-2)
+
+
+def unpack(weight):
+    """Return int4 (N, K / 2) as bytes (N, K)."""
+    return torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)
+
+
+class QuantLinear(nn.Module):
+    """x (..., K) -> x W^T + bias (..., N), computed by a kernel.
+
+    weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G): as the checkpoint stores them, until
+    table.use_kernels packs them for a kernel. The matrices of E experts have E in front of these shapes, and are not
+    called: the kernel of the experts reads them.
+    """
+
+    def __init__(self, shape, quant, group_size, bias=False):
+        super().__init__()
+        *rows, K = shape
+        self.out_features, self.in_features, self.bits = rows[-1], K, 4 if quant == "int4" else 8
+        shape, dtype = ((*rows, K // 2), torch.uint8) if self.bits == 4 else (shape, torch.int8)
+        groups = torch.empty(*rows, K // group_size if self.bits == 4 else 1, dtype=torch.bfloat16)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.scales = nn.Parameter(groups, requires_grad=False)
+        self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if self.bits == 4 else None
+        self.bias = nn.Parameter(torch.empty(rows[-1]), requires_grad=False) if bias else None
+        self.kernel = multiply_floats  # (x, this QuantLinear) -> y; table.use_kernels chooses another one
+
+    def rows(self, index):
+        """Return rows of the matrix, which is not packed, as floats."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return dequantize(self.weight[index], self.scales[index], zeros)
+
+    def forward(self, x):
+        return self.kernel(x, self)
+
+
+class QuantEmbedding(QuantLinear):
+    """Token ids (...) -> their rows (..., K) of W."""
+
+    def forward(self, tokens):
+        return self.rows(tokens)
+
+
+# ---- The kernels -----------------------------------------------------------------------------------------------------
+
+
+def add_bias(y, linear):
+    return y if linear.bias is None else y + linear.bias
+
+
+def multiply_floats(x, linear):
+    """Multiply by floats that are made of the integers, on any device and in any dtype."""
+    N, K = max(1, linear.out_features), linear.in_features  # a rank may have no rows of the output head
+    # compiled, it is one loop anyway; on a GPU each piece would be two more launches
+    step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, PIECE // K)
+    y = torch.cat([F.linear(x, linear.rows(slice(i, i + step))) for i in range(0, N, step)], dim=-1)
+    return add_bias(y, linear)
+
+
+def multiply_int8(x, linear):
+    """Multiply few rows with PyTorch's kernel for CPUs."""
+    K = linear.in_features
+    if x.numel() > FEW * K:
+        return multiply_floats(x, linear)
+    y = torch._weight_int8pack_mm(x.reshape(-1, K), linear.weight, linear.scales[:, 0])
+    return add_bias(y.view(*x.shape[:-1], -1).type_as(x), linear)
+
+
+def use_int8(linears):
+    for linear in linears:
+        if linear.in_features % 16 == 0 < linear.out_features:  # else PyTorch's kernel (2.13) reads out of bounds
+            linear.kernel = multiply_int8
+
+
+# ---- Making them -----------------------------------------------------------------------------------------------------
+
+
+def swap(model, make):
+    """Replace every submodule by make(name, submodule), where name is its last one. None leaves it as it is."""
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if (new := make(name, module)) is not None:
+                setattr(parent, name, new)
+
+
+def replace_matrices(model):
+    """Replace the linears and embeddings of a Transformer by integer ones, except those that its config keeps.
+
+    What chooses experts, or how fast linear attention forgets, stays exact: it is small, and its errors are not.
+    """
+    config = model.config
+
+    def make(name, module):
+        table = "tok_embeddings" if name == "output" and config.tie_embeddings else name
+        weight = getattr(module, "weight", None)
+        if weight is None or weight.dim() == 1 or table in (*config.not_quantized, "router", "shared_gate", "wba"):
+            return None
+        kind = QuantEmbedding if type(module) is nn.Embedding else QuantLinear
+        return kind(weight.shape, config.quant, config.group_size, getattr(module, "bias", None) is not None)
+
+    swap(model, make)
+
+
+def regroup(numbers, start, stop, size):
+    """Return int4 scales or zeros for columns start to stop, given those (..., G) of all groups that contain them.
+
+    size: columns of such a group. If start or stop lies inside a group, all groups become smaller: the largest size
+    that divides both. Example: groups of 64 cut at column 96 become groups of 32.
+    """
+    smaller = math.gcd(size, start, stop)
+    first = start % size // smaller
+    numbers = numbers.repeat_interleave(size // smaller, dim=-1)
+    return numbers[..., first : first + (stop - start) // smaller].contiguous()

@@ -1,0 +1,24 @@
+"""Which kernels multiply by the integers of a model's QuantLinears."""
+
+import torch
+
+from ladder.kernels import int_linear
+from ladder.kernels.cpu import skinny_gemm
+from ladder.kernels.gpu import integers
+from ladder.kernels.int_linear import QuantLinear
+
+# {(Config.quant, set): function that gives a kernel to those of a list of QuantLinears that fit, and packs them for it}
+KERNELS = {
+    ("int8", "cpu"): int_linear.use_int8,  # eager
+    ("int8", "skinny_gemm"): skinny_gemm.use_integers,  # what --compile takes on a CPU
+    ("int4", "skinny_gemm"): skinny_gemm.use_integers,
+    ("int8", "cuda"): integers.use_int8,
+    ("int4", "cuda"): integers.use_int4,
+}
+
+
+def use_kernels(model, kernel_set):
+    """Let the QuantLinears of a model in bfloat16 use the kernels of a set, where there are any."""
+    use = KERNELS.get((model.config.quant, kernel_set))
+    if use and model.dtype == torch.bfloat16:
+        use([module for module in model.modules() if type(module) is QuantLinear])

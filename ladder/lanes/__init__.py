@@ -1,0 +1,1 @@
+"""Weights made for a fixed number of lanes, their wirings, and Laneformer."""

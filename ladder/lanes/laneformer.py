@@ -1,0 +1,96 @@
+"""Kog's Laneformer (kogai/laneformer-2b-it): a wiring whose lanes get each other's partials late."""
+
+import torch
+import torch.nn as nn
+
+from ladder.errors import InputError
+from model import VOCAB_BLOCK, Transformer, Wiring, list_sublayers
+
+SETTINGS = {  # what Config.laneformer may hold; the first value is what an absent key means
+    "early_comm": (True, False),  # whether the first sublayers wait for their own sums
+    "attention_comm": (True, False),  # whether attentions are summed over the lanes at all, and MLPs
+    "mlp_comm": (True, False),
+    # what the output head reads. "replicate": the mean of the normed lanes. "sum": the norm of their sum.
+    # "vocab_parallel": for each lane's part of the vocabulary, that lane's normed stream.
+    "lane_head": ("replicate", "sum", "vocab_parallel"),
+    "lane_norms": (False, True),  # whether each lane has norms of its own, stored one after another
+}
+
+
+def settings(config):
+    return {key: values[0] for key, values in SETTINGS.items()} | (config.laneformer or {})
+
+
+def check(config):
+    """Raise InputError for settings that make no model."""
+    values = settings(config)
+    for key, value in values.items():
+        if value not in SETTINGS.get(key, ()):
+            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(SETTINGS)} with their values")
+    if config.named_wiring.stale % 2:
+        raise InputError(f"wiring {config.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
+    if values["lane_head"] == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.fixed_lanes or 1)):
+        raise InputError(f"vocab_size {config.vocab_size} is no multiple of {VOCAB_BLOCK} for each of its lanes")
+    if values["lane_norms"] and config.fixed_lanes is None:
+        raise InputError(f"lane_norms: each lane has norms of its own, but wiring {config.wiring} names no lanes")
+
+
+def laneformer_loop(x, sublayers, comm, config, norm=lambda x: x):
+    """Run x_i = x_{i-1} + p_i + the other lanes' p_{i-d}, where p_i is this lane's partial h_i(x_{i-1}).
+
+    The first d sublayers wait for the sum of all p_i. Without early_comm they add sqrt(lanes) p_i, and so do all later
+    attentions without attention_comm, and MLPs without mlp_comm. The last d sums would come too late. At the end one
+    more all-reduce adds up the lanes' streams, or takes the mean of their norms, but not for the head "vocab_parallel".
+    """
+    own, recent, last = settings(config), [], None
+    has_sums = own["attention_comm"], own["mlp_comm"]
+    for i, (h, d) in enumerate(sublayers):
+        p = h(x)
+        now, later = i < d and own["early_comm"], has_sums[i % 2] and i + d < len(sublayers)
+        started = comm.start(p) if now or later else None
+        yield
+        recent.append((p, started))
+        last = last if started is None else started  # what a wait must not be moved before
+        before, pending = recent.pop(0) if i >= d else (None, None)
+        if now:
+            x = comm.settle(x, started)
+        elif i < d or not has_sums[i % 2]:
+            x = x + comm.lanes**0.5 * p
+            x = x if last is None else comm.pin(x, [last])
+        else:
+            x = comm.settle(x + (p - before), pending, newer=[last])
+    if own["lane_head"] != "vocab_parallel":
+        summed = own["lane_head"] == "sum"
+        started = comm.start(x if summed else norm(x))
+        yield
+        x = comm.wait(started) / (1 if summed else comm.lanes)
+    yield x
+
+
+class Laneformer(Transformer):
+    """A Transformer whose loop ends with its lanes' sum, and whose norms may differ by lane."""
+
+    check = staticmethod(check)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.settings = own = settings(config)
+        for name, module in self.named_modules() if own["lane_norms"] else ():
+            if isinstance(module, nn.RMSNorm) and (name, own["lane_head"]) != ("norm", "sum"):
+                module.weight = nn.Parameter(torch.empty(config.fixed_lanes * config.dim))
+
+    def loop(self, x, metadata, cache=None):
+        sublayers = list_sublayers(self.config, self.layers, metadata, cache)
+        return laneformer_loop(x, sublayers, self.comm, self.config, self.norm)
+
+    def head(self, x, select=None):
+        if self.settings["lane_head"] != "replicate":
+            return super().head(x, select)
+        if select is not None:
+            x = x[torch.arange(len(x), device=x.device)[:, None], select[:, None]]
+        return self.output(x)  # normed already, before the lanes' mean
+
+
+LANEFORMER = Wiring(
+    "Kog's Laneformer", loop=laneformer_loop, stale=4, n_means=None, depends_on_lanes=True, model=Laneformer
+)

@@ -1,0 +1,94 @@
+"""Several lanes on a rank: a lane is the shard that one of as many ranks as lanes would hold."""
+
+import functools
+import operator
+from itertools import chain
+
+import torch
+import torch.nn as nn
+
+from ladder.errors import InputError
+from ladder.progress import progress
+from model import SingleDevice, interleave
+from tp import load_shard, split_range
+
+
+def lanes_of_rank(config, rank, shares):
+    """Return the range of the lanes that a rank holds. Raises InputError if a lane would have to be cut."""
+    lanes = config.fixed_lanes or len(shares)
+    if any(lanes * share % sum(shares) for share in shares):
+        fit = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
+        what = f"the {lanes} lanes of wiring {config.wiring} do not fit {len(shares)} ranks"
+        raise InputError(f"{what}: use {fit} ranks of equal shares")
+    return range(*split_range(lanes, rank, shares))
+
+
+def load_lanes(config, weights, dtype, device, rank=0, shares=(1,)):
+    """Return the Lanes of a rank; the arguments and errors are those of tp.load_shard."""
+    models, embeddings, lanes = [], None, (1,) * (config.fixed_lanes or len(shares))
+    start = end = progress.beats
+    for lane in lanes_of_rank(config, rank, shares):
+        progress.beats = start  # a rank with more lanes comes no further, least of all one that hangs in a later one
+        model = load_shard(config, weights, dtype, device, lane, lanes, embeddings)
+        end = max(end, progress.beats)
+        for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
+            if len(norm.weight) > config.dim:  # those of all lanes, one after another
+                norm.weight = nn.Parameter(norm.weight.view(-1, config.dim)[lane], requires_grad=False)
+        models.append(model)
+        embeddings = models[0].tok_embeddings
+    progress.beats = end
+    return Lanes(models)
+
+
+class LaneSums:
+    """The collectives of a rank's lanes, which run interleaved: the last lane's start begins one all-reduce for all."""
+
+    def __init__(self, comm, lanes_here, lanes):
+        self.comm, self.lanes_here, self.lanes = comm, lanes_here, lanes
+        self.partials, self.sums = [], []
+
+    def start(self, partial):
+        self.partials.append(partial)
+        sums = self.sums  # a list that all lanes of this turn share: the last of them puts the sum into it
+        if len(self.partials) == self.lanes_here:
+            sums.append(self.comm.start(functools.reduce(operator.add, self.partials)))
+            self.partials, self.sums = [], []
+        return sums
+
+    def wait(self, pending):
+        return self.comm.wait(pending[0])
+
+    def settle(self, x, pending, newer=()):
+        return self.comm.settle(x, pending[0], [sums[0] for sums in newer])
+
+    def pin(self, x, newer):
+        return self.comm.pin(x, [sums[0] for sums in newer])
+
+
+class Lanes(nn.Module):
+    """The lanes of a rank, each a Transformer with its own shard; to generate.py it is one Transformer."""
+
+    def __init__(self, models):
+        super().__init__()
+        self.lanes, self.config = nn.ModuleList(models), models[0].config
+        self.comm = SingleDevice()
+
+    device = property(lambda self: self.lanes[0].device)
+    dtype = property(lambda self: self.lanes[0].dtype)
+
+    def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, chunks=1):
+        """Return the logits of all lanes' parts of the vocabulary, side by side; see Transformer.forward."""
+        n = len(self.lanes)
+        sums = LaneSums(self.comm, n, self.config.fixed_lanes or self.comm.tp_size)
+        loops, layers = [], self.config.n_layers
+        for i, lane in enumerate(self.lanes):
+            lane.comm, lane.config = sums, self.config
+            own = cache and cache[i * layers : (i + 1) * layers]
+            loops.append(lane.split_loops(tokens, positions, own, cache_length, select, chunks))
+        xs = interleave(chain.from_iterable(zip(*loops, strict=True)))  # chunk by chunk, and in each lane by lane
+        ends = [torch.cat(xs[i::n], dim=1) for i in range(n)]
+        return torch.cat([lane.head(x, select) for lane, x in zip(self.lanes, ends, strict=True)], dim=-1)
+
+    def new_cache(self, batch, length):
+        """Return the caches of all lanes, one lane's layers after another's."""
+        return [layer for lane in self.lanes for layer in lane.new_cache(batch, length)]

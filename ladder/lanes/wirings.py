@@ -1,0 +1,62 @@
+"""The wirings whose function depends on the number of lanes, shards that each keep a residual stream x of their own.
+
+spd/8 has eight lanes, on 1, 2, 4 or 8 ranks; spd alone has one lane on each rank. model.py has the other wirings.
+"""
+
+import functools
+
+from ladder.lanes.laneformer import LANEFORMER
+from model import Wiring, attention, mlp, residual_loop
+
+
+def attention_into_mlp(x, block, metadata, cache):
+    """Sync-point drop: the MLP reads the lane's own partial y of the attention, without an all-reduce between them."""
+    y = attention(x, block, metadata, cache)
+    return y + mlp(x + y, block, metadata, cache)
+
+
+def delayed_loop(x, sublayers, comm, config):
+    """Run a ladder whose h reads x + own: the other lanes' partials are late, this lane's are on time."""
+    own = []  # this lane's partials whose sums are in residual_loop's in_flight, oldest first
+
+    def with_own(h, stale, x):
+        while len(own) > stale:  # residual_loop has added their sums to x
+            own.pop(0)
+        own.append(h(sum(own, start=x)))
+        return own[-1]
+
+    delayed = [(functools.partial(with_own, h, stale), stale) for h, stale in sublayers]
+    return residual_loop(x, delayed, comm, config)
+
+
+def desynced_loop(x, sublayers, comm, config):
+    """Keep every n-th all-reduce (n = wiring.period) and the last; between them the lanes' x drift apart.
+
+    There x becomes AllReduce(x / lanes + h(x)): the lanes' mean x plus the sum of their partials.
+    """
+    n = config.named_wiring.period
+    for i, (h, _) in enumerate(sublayers, start=1):
+        if i % n == 0 or i == len(sublayers):
+            pending = comm.start(x / comm.lanes + h(x))
+            yield
+            x = comm.wait(pending)
+        else:
+            x = x + h(x)
+    yield x
+
+
+def silent_loop(x, sublayers, comm, config):
+    """Run the sublayers without any all-reduce: no overlap can be faster."""
+    for h, _ in sublayers:
+        x = x + h(x)
+    yield x
+
+
+LANE_WIRINGS = {
+    "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True),
+    "spd-ladder": Wiring("spd, one block late", (attention_into_mlp,), stale=1, depends_on_lanes=True),
+    "delayed": Wiring("a ladder, but own partials are on time", loop=delayed_loop, stale=1, depends_on_lanes=True),
+    "desync": Wiring("only every n-th sum (n=2)", loop=desynced_loop, n_means="period", depends_on_lanes=True),
+    "upper-bound": Wiring("no sums: a bound on speed", loop=silent_loop, n_means=None, depends_on_lanes=True),
+    "laneformer": LANEFORMER,
+}

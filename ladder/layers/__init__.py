@@ -1,0 +1,1 @@
+"""Layers that only some families have, and the parts that layers share."""

@@ -1,0 +1,17 @@
+"""The norms and activations that a Config names."""
+
+import functools
+
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class OffsetNorm(nn.RMSNorm):
+    """An RMSNorm times 1 + weight, which is not rounded to the weight's dtype (Gemma's)."""
+
+    def forward(self, x):
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+
+
+NORMS = {"rms": nn.RMSNorm, "rms+1": OffsetNorm, "layer": nn.LayerNorm}
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}

@@ -1,0 +1,54 @@
+"""Rotary embeddings of a context that was extended: Config.rope_scaling."""
+
+import math
+import reprlib
+
+import torch
+
+ORIGINAL = "original_max_position_embeddings"  # the context before it was extended
+ROPE_KEYS = {  # by Hugging Face's name
+    "linear": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL],
+    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL],
+    "longrope": ["short_factor", "long_factor", "attention_factor", ORIGINAL],
+}
+
+
+def scaled(frequencies, config):
+    """Return frequencies (2, R/2), scaled: of longrope, the second row is that of texts beyond the original context.
+
+    Linear scaling stretches every wavelength by `factor`. Llama 3.1 leaves those alone that are short against the
+    original context and blends a band in between; so does YaRN (arXiv 2309.00071), over whole pairs of dimensions.
+    """
+    s, R = config.rope_scaling, 2 * frequencies.shape[-1]
+    keep = torch.zeros(1, device="cpu")  # the share of each frequency that is not stretched
+    if "long_factor" in s:
+        return frequencies / torch.tensor([s["short_factor"], s["long_factor"]], device="cpu")
+    if "low_freq_factor" in s:
+        turns = s[ORIGINAL] * frequencies / (2 * math.pi)  # within the original context
+        keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+    elif "beta_fast" in s:
+        turns = s[ORIGINAL] / (2 * math.pi)  # of the first pair
+        first, last = (math.log(turns / s[beta], config.rope_theta) for beta in ("beta_fast", "beta_slow"))
+        first, last = max(math.floor(first * R / 2), 0), min(math.ceil(last * R / 2), R - 1)
+        keep = 1 - (torch.arange(R // 2, device="cpu") - first) / ((last - first) or 0.001)
+    keep = keep.clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / s["factor"])
+
+
+def error(config):
+    """Return what is wrong with a Config's rope_scaling, or None."""
+    s, pairs = config.rope_scaling, (config.rotary_dim or config.head_dim) // 2
+    if s.keys() not in [set(keys) for keys in ROPE_KEYS.values()]:
+        forms = "; or ".join(", ".join(keys) for keys in ROPE_KEYS.values())
+        return f"rope_scaling has the keys {reprlib.repr([*s])}, not {forms}"
+    if "long_factor" in s and config.window_rope_theta:
+        return "window_rope_theta is not for longrope"
+    for name, value in s.items():
+        is_list = name in ("short_factor", "long_factor")
+        numbers = value if isinstance(value, list) else [value]
+        if isinstance(value, list) != is_list or not all(type(n) in (int, float) and 0 < n <= 1e30 for n in numbers):
+            return f"rope_scaling is {reprlib.repr(s)}, but its values are numbers above 0"
+        if is_list and len(numbers) != pairs:
+            return f"{name} has {len(numbers)} numbers, not {pairs}, one for each pair of dimensions"
+    return None

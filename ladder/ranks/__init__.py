@@ -1,0 +1,1 @@
+"""How ranks start, meet, sum, watch one another and end."""
