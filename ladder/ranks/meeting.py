@@ -193,12 +193,14 @@ def make_group(world, flags):
 
 # of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes
 OWN = {"device", "checkpoint", "draft", "compare", "distill", "text", "valid", "json"}
-CODE = "*.py", "[!.]*/**/*.py", "[!.]*/**/*.cpp", "[!.]*/**/*.h"
+ROOT = Path(__file__).parents[2]
 
 
 def _start(flags, device):
     """Return what all ranks are to be started with alike, by name."""
-    files = sorted(path for pattern in CODE for path in Path(__file__).parents[2].glob(pattern))
+    packages = [path.parent for path in ROOT.glob("*/__init__.py")]
+    inside = (path for package in packages for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+    files = sorted([*ROOT.glob("*.py"), *inside])
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
     start = {"the script": os.path.basename(sys.argv[0]), "the code": code}
     start |= {"torch": torch.__version__, "device": device.type}
