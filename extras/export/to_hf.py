@@ -13,7 +13,7 @@ from pathlib import Path
 from formats import checkpoint
 from formats.checkpoint import dtype_name
 from formats.families import FAMILIES
-from formats.huggingface import ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
+from formats.huggingface import ACTIVATIONS, ORIGINAL, ROPE_TYPES, hf_names, our_values, read_hf
 from formats.tokenizer import SentencePieceTokenizer, load_tokenizer
 from kernels.rope_scaling import ROPE_KEYS
 from runtime import cli, writing
@@ -131,6 +131,8 @@ def config_to_hf(config, dtype):
     if config.rope_scaling:
         [rope_type] = [name for name, keys in ROPE_KEYS.items() if set(keys) == config.rope_scaling.keys()]
         hf["rope_scaling"] = {"rope_type": rope_type, **config.rope_scaling}
+        if rope_type == "linear":  # whose max_position_embeddings would be taken for the original context
+            hf["rope_scaling"][ORIGINAL] = int(config.max_seq_len / config.rope_scaling["factor"])
         if config.llama4_beta:
             hf["rope_scaling"]["llama_4_scaling_beta"] = config.llama4_beta
     family = family_of(config, hf) if config.wiring == "standard" else None
