@@ -11,8 +11,6 @@ import re
 import shutil
 from pathlib import Path
 
-import torch
-
 import tp
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
@@ -28,19 +26,27 @@ from ladder.ranks import launch
 def open_source(source, revision=None):
     """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file."""
     path = Path(source)
-    if os.path.isfile(path):
-        weights = Llama2cWeights(path)
-        return weights, weights.config, None
     local = os.path.exists(path) or os.path.isdir(source.partition("/")[0])
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
+    if not os.path.isfile(path / "config.json") and (hint := checkpoint.explain(path)):
+        raise InputError(f"{source} cannot be converted{hint}")
+    if os.path.isfile(path):
+        weights = Llama2cWeights(path)
+        return weights, weights.config, None
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
     config = config_from_hf(path / "config.json")
     weights = LlamaWeights(checkpoint.Weights(path), path / "config.json", config)
+    for file in filter(os.path.isfile, (path / name for name in TOKENIZER_FILES)):
+        checkpoint.refuse_pointer(file)
+    if weights.ignored:
+        print(f"ignored in config.json, since transformers does not read it: {', '.join(weights.ignored)}")
+    if weights.config != config:
+        print("tie_word_embeddings is true, but lm_head.weight is a tensor of its own: it is used, as in transformers")
     for tower, n in weights.skipped.items():
         print(f"left out: {n} tensors of {tower}, since only text is computed here")
-    return weights, config, path
+    return weights, weights.config, path
 
 
 def download(repository, revision=None):
@@ -61,9 +67,6 @@ def convert(source, config, folder, dtype, shard_bytes):
     sources, head = {name: hf_names(name) for name in shapes}, hf_names("output.weight")
     if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
         sources["tok_embeddings.weight"] = head  # where some folders have the tied tensor
-    both = [*sources["tok_embeddings.weight"], *head]
-    if config.tie_embeddings and available.issuperset(both) and not torch.equal(*map(source.read, both)):
-        raise InputError(f"tie_word_embeddings is true, but {both[1]} is another tensor than {both[0]}")
     needed = {n for names in sources.values() for n in names}
     if missing := sorted(needed - available):
         raise InputError(f"the source has no tensor {missing[0]}")

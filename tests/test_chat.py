@@ -1,9 +1,9 @@
 """ladder/chat: templates that are refused, or that take too long or too much memory."""
 
-from extras.chat import render
 from test_hostile import refused
 
 from ladder.chat import template as chat_template
+from ladder.chat.rendering import render
 from ladder.checkpoints.tokenizer import Tokenizer
 
 TEMPLATES = {

@@ -200,17 +200,13 @@ def start_ranks(ranks, source, local, **environment):
     return processes
 
 
-NO_EXTRAS = (
-    "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: None if n[:6] == 'extras' else find(n)"
-)
-JOIN = "from runtime import launch\n{}\nw = launch.join('cpu', {{'comm': '{}'}}); print(w.group.group_name)"
+JOIN = "from ladder.ranks import launch\n{}\nw = launch.join('cpu', {{'comm': '{}'}}); print(w.group.group_name)"
 
 
 @pytest.mark.parametrize("comm, local, before, compiler, name, line", [
     pytest.param("auto", 1, "", "c++", "0", "", marks=pytest.mark.slow),
     ("shared-memory", 2, "", "c++", "shared-memory-0", ""),
     ("auto", 2, "", "no-such-compiler", "0", "gloo carries .*: memory shared by ranks needs a C.. compiler: install"),
-    ("auto", 2, NO_EXTRAS, "c++", "0", "gloo carries .*: --comm shared-memory needs the folder ladder/ranks"),
 ])  # fmt: skip
 def test_the_collectives_of_a_run(comm, local, before, compiler, name, line, tmp_path):
     """Between nodes, without a compiler, and without the extra gloo does; of the latter two one rank says so."""
@@ -223,7 +219,7 @@ def test_the_collectives_of_a_run(comm, local, before, compiler, name, line, tmp
 
 
 DYING = """
-import os, signal, torch; from runtime import launch
+import os, signal, torch; from ladder.ranks import launch
 
 def main():
     world = launch.join("cpu")

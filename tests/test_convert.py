@@ -1,10 +1,14 @@
 """Conversion: parity with transformers through the converter, and sources of every form."""
 
 import copy
+import dataclasses
 import fnmatch
+import importlib
+import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -19,7 +23,7 @@ import convert_hf_checkpoint
 import generate
 import tp
 from generate import Runner
-from ladder.checkpoints import checkpoint, huggingface
+from ladder.checkpoints import checkpoint, families, huggingface
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 
@@ -260,6 +264,61 @@ def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
         assert ours.window_layers == tuple(windows)
 
 
+ASKED = {  # by transformers' code, although not every family's class has these
+    "sliding_window",  # only of layers with a window
+    "ignore_keys_at_rope_validation",  # of warnings
+}
+
+
+@pytest.mark.parametrize("family", sorted(huggingface.FAMILIES.keys() - OWN_CODE))
+def test_all_that_transformers_reads_is_computed_or_refused_or_harmless(family):
+    """That is, every attribute of its class, and every name that its code asks for with a default."""
+    config_class = transformers.CONFIG_MAPPING[family]
+    modules = [config_class.__module__, config_class.__module__.replace("configuration", "modeling")]
+    config_code, model_code, mask_code, rope_code = (
+        inspect.getsource(importlib.import_module(name))
+        for name in (*modules, "transformers.masking_utils", "transformers.modeling_rope_utils")
+    )
+    names = {name for name in vars(config_class()) if not name.startswith("_")} - ASKED
+    names |= {*re.findall(r'kwargs\.\w+\(\s*"(\w+)"', config_code)}
+    names |= {*re.findall(r'attr\(\s*(?:self\.)?config, "(\w+)"', model_code + mask_code)} - ASKED
+    own = huggingface.FAMILIES[family]
+    known = {*own.keys, *own.only, *families.ONLY, *families.REQUIRED, *families.HARMLESS, *families.REMEDIES}
+    assert names - known <= {"rope_parameters", "rope_scaling", "model_type"}
+    rope_names = {*re.findall(r'rope_parameters(?:_dict)?(?:\.get\(|\[)"(\w+)"', rope_code)}
+    assert len(rope_names) > 10 and rope_names <= known | huggingface.ROPE
+
+
+def test_what_transformers_does_not_read_is_ignored_and_named(hf_folder, tmp_path, capsys):
+    plain = convert(hf_folder, tmp_path / "plain").config
+    assert "ignored" not in capsys.readouterr().out
+    others = {"qk_norm": True, "a_key_that_nobody_would_want_to_see_abbreviated": 1, "num_experts": 8, "none": None}
+    rope = {"finetuned": True, "llama_4_scaling_beta": 0.3, "rope_theta": 500.0}
+    edit(hf_folder, **others, rope_parameters=rope, unk_token_id=0, eos_token_id=[2, -1], bos_token_id=-1)
+    assert convert(hf_folder, tmp_path / "ours").config == dataclasses.replace(plain, bos_id=None)
+    names = f"{', '.join([*others][:3])}, unk_token_id, rope_parameters.finetuned, rope_parameters.llama_4_scaling_beta"
+    assert f"ignored in config.json, since transformers does not read it: {names}\n" in capsys.readouterr().out
+
+
+CONTEXTS = [  # a config with a max_position_embeddings of 64, and how many tokens it takes
+    ({"rope_parameters": {**YARN, "factor": 8.0}}, 128),
+    ({"rope_parameters": YARN}, 64),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 3.0}}, 192),
+    ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 160),
+    ({"rope_scaling": {"type": "linear", "factor": 2.5}, "model_type": "gemma3_text"}, 64),
+    ({"rope_parameters": {**LLAMA3_ROPE, "factor": 32.0}}, 64),
+    ({"rope_parameters": LONGROPE, "model_type": "phi3", "original_max_position_embeddings": 40}, 64),
+]
+
+
+def test_yarn_and_linear_factors_extend_the_context(tmp_path):
+    for values, context in CONTEXTS:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", **SMALL, **values}))
+        config = huggingface.config_from_hf(tmp_path / "config.json")
+        assert config.max_seq_len == context, values
+        assert config.window_layers or config.max_seq_len < 4096  # its window
+
+
 WINDOWS = [  # a config of three layers and a context of 64, and the layers with a window of 40
     ({"model_type": "mistral"}, (0, 1, 2)),
     ({"model_type": "mistral", "sliding_window": 64}, ()),
@@ -304,6 +363,23 @@ def test_a_folder_with_only_the_head_becomes_several_files(tmp_path):
     check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--shard-gb", 1e-4), theirs)
     files = sorted((tmp_path / "ours").glob("model-*.safetensors"))
     assert len(files) > 2 and all(f.stat().st_size < 1e5 + 5000 for f in files)
+
+
+@pytest.mark.parametrize("family", ["gemma", "granite, tied, biased"])
+def test_a_tied_model_with_a_head_of_its_own_is_not_tied(family, tmp_path, capsys):
+    hf_model(family).save_pretrained(tmp_path / "hf")
+    change_tensors(tmp_path / "hf", **{"lm_head/weight": torch.randn(131, 48) / 4})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+    assert "lm_head.weight is a tensor of its own: it is used, as in transformers\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrap", ["_orig_mod.{}", "module.{}", "module._orig_mod.{}"])
+def test_what_wraps_a_module_is_no_part_of_a_tensors_name(wrap, hf_folder, tmp_path):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf_folder)
+    state = {wrap.format(name): w for name, w in take_state(hf_folder).items()}
+    save_file(state, hf_folder / "model.safetensors")
+    check_parity(convert(hf_folder, tmp_path / "ours"), theirs)
 
 
 def test_the_wiring_is_the_configs_or_the_flags(hf_folder, tmp_path):
@@ -356,13 +432,16 @@ def change_tensors(folder, **changes):
 
 BAD_CONFIGS = [
     ({"model_type": "deepseek_v2"}, "model_type 'deepseek_v2' is not supported"),
-    ({"num_local_experts": 8}, "num_local_experts 8 is not supported"),
+    ({"is_causal": False}, "is_causal False is not supported, only True is"),
+    ({"intermediate_size": None}, "intermediate_size is missing"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
     ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.5]}}, "rope type 'longrope' needs short_factor"),
     ({"rms_norm_eps": None}, "norm_eps is None but must be float above 0"),
     ({"model_type": "phi3", "rope_parameters": {**LONGROPE, "long_factor": [1.5]}}, "long_factor has 1 numbers, not 3"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is unknown: drop it from config.json if"),
-    ({"rope_parameters": {"mrope_section": [1, 2]}}, "mrope_section .1, 2. is unknown"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config is not supported; quantized weights are not read"),
+    ({"rope_parameters": {**YARN, "attn_factor": 0.9}}, "attn_factor is not .*: write attention_factor, attn_fact"),
+    ({"rope_parameters": {**YARN, "truncate": False}}, "truncate False is not supported, only True is"),
+    ({"dual_chunk_attention_config": {"chunk_size": 9}}, "without it the model computes full attention"),
     ({"model_type": "mistral3"}, "model_type is mistral3, but text_config is None"),
     ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, "model_type 'mamba' is not supported"),
     ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
@@ -401,7 +480,30 @@ def lose_a_shard(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def only(name):
+    """Return a function that empties a folder, but for a file of that name."""
+
+    def spoil(folder):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / name).write_text("{}")
+
+    return spoil
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+FP8 = {"model/layers/0/self_attn/v_proj/weight": torch.zeros(16, 48).to(torch.float8_e4m3fn)}
 BAD = {
+    "an adapter": (only("adapter_config.json"), "adapter_config.json is an adapter's: merge it: peft"),
+    "GGUF": (only("a.gguf"), "a.gguf is in GGUF, which is not read: take the model's folder"),
+    "Meta's own": (only("params.json"), "params.json is in Meta's or Mistral's own format: take"),
+    "a pickle": (only("consolidated.00.pth"), "consolidated.00.pth is a pickle: take"),
+    "an old one": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "a pickle: transformers makes"),
+    "PEFT's": (lambda f: change_tensors(f, **{"x/base_layer/weight": torch.ones(1)}), "x.base_layer.weight is of a P"),
+    "FP8": (lambda f: change_tensors(f, **FP8), "v_proj.weight holds float8_e4m3fn: quantized weights are not read"),
+    "a wrapped twin": (lambda f: change_tensors(f, **{"module/lm_head/weight": torch.ones(1)}), "a second lm_h"),
+    "a pointer": (lambda f: (f / "model.safetensors").write_text(POINTER), "is a Git LFS pointer: git lfs pull"),
+    "a tokenizer's": (lambda f: (f / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS pointer"),
     "our own config": (lambda f: edit(f, model_type=None, n_layers=3), "is a checkpoint of this project already"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
     "no weights": (take_state, "has no model.safetensors"),

@@ -309,7 +309,7 @@ def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
     """One cache for both: the loops take as many elements at a time as a vector of the first has."""
     if compilers.instruction_set() != "avx512":
         pytest.skip("this processor has vectors of one length")
-    code = "import torch; from runtime import cxx; cxx.prepare_compile(); x = torch.arange(64.0)"
+    code = "import torch; from ladder.kernels import compilers; compilers.prepare_compile(); x = torch.arange(64.0)"
     code += "; torch._inductor.config.cpp_cache_precompile_headers = False"
     code += "; assert torch.equal(torch.compile(lambda x: 2 * x + 1)(x), 2 * x + 1)"
     for name in "avx512", "avx2":

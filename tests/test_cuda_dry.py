@@ -61,8 +61,6 @@ def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature
     (1, 1, {}), (4, 1, {}), (6, 23, {}), (3, 3, {}), (3, 3, LINEAR),
 ])  # fmt: skip
 def test_the_cache_is_read_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, changes, monkeypatch):
-    if changes:
-        pytest.importorskip("extras.linear_attention", reason="this copy lacks ladder/layers")
     net, prompts = random_model(dataclasses.replace(BASE, **changes)), [[1] * prompt]
     runner, _ = pretended(net, None, monkeypatch)
     runner.cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 1, prompt + new)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import os
 import pty
@@ -110,9 +111,6 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, launched
         "shares": [4, 1] if "4,1" in flags else [1] * ranks, "comm": "int8" if "int8" in flags else "auto",
     }  # fmt: skip
     assert {key: result[key] for key in expected} == expected
-    cut = [len(row) == 12 for row in result["tokens"]]
-    assert result["finish"] == ["length" if long else "stop" for long in cut]
-    assert f"\n{sum(cut)} of {len(prompts)} texts cut at --max-new-tokens or the end of the context\n" in said
     assert result["prompt_tokens"] == max(len(tokenizer.encode(p)) for p in PROMPTS)
     assert len(result["peak_bytes"]) == ranks and min(result["peak_bytes"]) > 1e7 and result["load_s"] > 0
     assert (result["compile_s"] > 0) == ("--compile" in flags)
@@ -120,6 +118,17 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, launched
     times = {"tok_s": len(prompts) / tpot, "ttft_ms": 1e3 * result["prefill_s"]}
     times |= {"decode_s": 11 * tpot}
     assert {key: result[key] for key in times} == pytest.approx(times)
+
+
+def test_texts_that_are_cut_are_told_from_those_that_end(copy, greedy, out):
+    rows = greedy("standard")
+    edit_config(copy, eos_ids=[end := rows[0][3]])
+    flags = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    result, _, said = run_json(copy, *flags, "--temperature", "0", "--max-new-tokens", "12", out=out)
+    assert result["tokens"] == [[*itertools.takewhile(lambda i: i != end, row)] for row in rows]
+    assert result["finish"] == ["stop" if end in row else "length" for row in rows] and "length" in result["finish"]
+    cut = result["finish"].count("length")
+    assert f"\n{cut} of 3 texts cut at --max-new-tokens or the end of the context\n" in said
 
 
 def test_the_functions_of_a_notebook(tiny, greedy):
@@ -147,7 +156,7 @@ def test_the_functions_of_a_notebook_on_two_ranks_from_another_folder(tiny, tmp_
     (tmp_path / "mine.py").write_text("""
 import sys
 from complete import complete, load
-from runtime import launch
+from ladder.ranks import launch
 from ladder.errors import InputError
 def main():
     (model, tokenizer), (draft, _) = load(sys.argv[1]), load(sys.argv[1], wiring="ladder")
@@ -200,7 +209,7 @@ def test_a_line_typed_meanwhile_stops_an_answer(ranks, tiny, tmp_path):
     (tmp_path / "chatting.py").write_text(f"""
 import os, select, sys
 sys.path.insert(0, {str(ROOT)!r})
-import generate; from runtime import launch
+import generate; from ladder.ranks import launch
 from generate import Runner
 calls, decode = [], Runner.decode
 def typing(self, *args):

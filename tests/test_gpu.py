@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from helpers import WIRED, check_split_attention, command, last_logits, random_model, script, unequal_rows, wired_id
 from reference import MixtureReference
 
-from extras import gpu
 from ladder.checkpoints.sizes import RandomWeights
 from ladder.kernels import int_linear, table
+from ladder.kernels.gpu import integers
 from model import Config
 from tp import load_shard
 
@@ -141,7 +141,7 @@ COMPILED_ROWS = [*(("int8", rows, True) for rows in (1, 2, 5, 16)), ("int4", 300
 def test_the_kernels_for_integers_multiply_what_they_stand_for(quant, rows, compile):
     """Compiled, few rows go through the Triton kernels."""
     net, state = quantized(quant)
-    kernels = {"int8": gpu.modules.multiply_int8, "int4": gpu.modules.multiply_int4}
+    kernels = {"int8": integers.multiply_int8, "int4": integers.multiply_int4}
     for name in ("layers.0.attention.wqkv", "layers.1.feed_forward.w2", "output"):
         linear = net.get_submodule(name)
         assert ON_CPU or linear.kernel is kernels[quant]

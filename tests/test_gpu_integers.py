@@ -25,7 +25,7 @@ def test_few_rows_are_multiplied_by_the_integers(M, N, K, monkeypatch):
     # PyTorch for CPUs comes without Triton; the interpreter of the one before, of torch 2.11, fails with numpy 2.4
     pytest.importorskip("triton", minversion="3.7", reason="needs Triton 3.7")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # which is read where a kernel is defined
-    multiply = runpy.run_path(str(ROOT / "extras" / "gpu" / "int8_rows.py"))["multiply"]
+    multiply = runpy.run_path(str(ROOT / "ladder" / "kernels" / "gpu" / "int8_rows.py"))["multiply"]
     g = torch.Generator().manual_seed(M)
     x = torch.full((M + 20, K), torch.nan)[:M]
     x.normal_(generator=g).mul_(torch.arange(1, M + 1)[:, None])

@@ -114,12 +114,20 @@ def test_truncated_weights(tmp_path):
     refused("model.safetensors is missing, truncated", checkpoint.Weights, tmp_path)
 
 
+def test_a_mistyped_local_folder_is_not_taken_for_a_hub_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local").mkdir()
+    refused("some-one/model: no such folder; if it is a hub model", checkpoint.read_config, "some-one/model")
+    with pytest.raises(InputError, match="^local/model: no such folder$"):
+        checkpoint.read_config("local/model")
+
+
 def test_weights_that_are_no_floats(tmp_path):
-    state = {name: torch.zeros_like(w, dtype=torch.int8) for name, w in random_model(BASE).state_dict().items()}
+    state = {name: torch.zeros_like(w, dtype=torch.int32) for name, w in random_model(BASE).state_dict().items()}
     writing.write_config(tmp_path, BASE)
     save_file(state, tmp_path / "model.safetensors")
-    refused("tensor norm.weight holds int8: give --dtype, one of float32, bfloat16, float16", complete.load, tmp_path)
-    refused("holds int8, but the config says bfloat16", complete.load, tmp_path, dtype="bfloat16")
+    refused("tensor norm.weight holds int32: give --dtype, one of float32, bfloat16, float16", complete.load, tmp_path)
+    refused("holds int32, but the config says bfloat16", complete.load, tmp_path, dtype="bfloat16")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

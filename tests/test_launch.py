@@ -132,7 +132,7 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
 
 def run_source(source, stdout=subprocess.PIPE, closed="", **environment):
     """closed: redirections of a shell, such as >&-."""
-    words = [sys.executable, "-c", f"import os, signal, sys, time; from runtime import launch\n{source}"]
+    words = [sys.executable, "-c", f"import os, signal, sys, time; from ladder.ranks import launch\n{source}"]
     words, env = ["sh", "-c", f'exec "$@" {closed}', "sh", *words], {**os.environ, **environment}
     return subprocess.run(words, cwd=ROOT, text=True, timeout=HANGS, stdout=stdout, stderr=subprocess.PIPE, env=env)
 

@@ -260,8 +260,6 @@ def test_bad_configs_are_one_line(changes, words):
 @pytest.mark.parametrize("changes, words", [
     ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "layer_types must name full_attention or lin"),
     ({"layer_types": ["linear_attention"] * 3}, "for each of 4 layers"),
-    ({"attn_output_gate": False}, "attn_output_gate False is not supported"),
-    ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported"),
     ({"linear_num_key_heads": 3}, "value_heads 32 is no multiple of key_heads 3"),
 ])  # fmt: skip
 def test_bad_folders_are_one_line(changes, words, tmp_path):

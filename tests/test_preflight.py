@@ -27,8 +27,6 @@ EXPERTS = {"n_experts": 3, "experts_per_token": 2, "expert_size": 64, "shared_ex
     ({"n_heads": 24, "n_kv_heads": 4, "quant": "int4", "group_size": 64}, torch.bfloat16),
 ])  # fmt: skip
 def test_a_run_that_does_not_fit_is_said_in_a_line_of_the_rank(changes, dtype, monkeypatch, capsys):
-    if changes in (LINEAR, EXPERTS):
-        pytest.importorskip("extras.linear_attention" if changes is LINEAR else "extras.experts")
     config = dataclasses.replace(SMALL, **changes)
     for rank, shares in (0, (1,)), (1, (1, 2)), (2, (1, 1, 1, 2)), (0, (1,) * 7):
         model = load_shard(config, sizes.RandomWeights(config, CPU), dtype, CPU, rank, shares)

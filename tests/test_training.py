@@ -16,9 +16,9 @@ from test_writers import check_kills
 import eval as evaluate
 import quantize
 import tp
-from extras import chat
 from extras.training import adapt, data, sharding
 from extras.training.data import TOKEN, Windows
+from ladder.chat import template
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from ladder.errors import InputError
@@ -68,7 +68,7 @@ def tokens(tmp_path):
 def test_many_chats_are_rendered_in_their_order_and_not_all_at_once(tmp_path, monkeypatch):
     texts, path = [str(n) for n in range(400)], tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": t}]}) + "\n" for t in texts))
-    monkeypatch.setattr(chat.template, "renderer", chat.template.Renderer())  # which no thread has started
+    monkeypatch.setattr(template, "renderer", template.Renderer())  # which no thread has started
     data.tokenize([path], Letters(), [2], tmp_path / "x.tokens")
     tokens = np.fromfile(tmp_path / "x.tokens", TOKEN)
     for n, text in enumerate(texts):

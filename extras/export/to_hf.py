@@ -13,7 +13,7 @@ from pathlib import Path
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.checkpoints.families import FAMILIES
-from ladder.checkpoints.huggingface import ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
+from ladder.checkpoints.huggingface import ACTIVATIONS, ORIGINAL, ROPE_TYPES, hf_names, our_values, read_hf
 from ladder.checkpoints.tokenizer import SentencePieceTokenizer, load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError
@@ -131,6 +131,8 @@ def config_to_hf(config, dtype):
     if config.rope_scaling:
         [rope_type] = [name for name, keys in ROPE_KEYS.items() if set(keys) == config.rope_scaling.keys()]
         hf["rope_scaling"] = {"rope_type": rope_type, **config.rope_scaling}
+        if rope_type == "linear":  # whose max_position_embeddings would be taken for the original context
+            hf["rope_scaling"][ORIGINAL] = int(config.max_seq_len / config.rope_scaling["factor"])
         if config.llama4_beta:
             hf["rope_scaling"]["llama_4_scaling_beta"] = config.llama4_beta
     family = family_of(config, hf) if config.wiring == "standard" else None

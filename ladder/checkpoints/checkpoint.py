@@ -1,6 +1,7 @@
 """A checkpoint folder: config.json and safetensors, with an index when there are several."""
 
 import dataclasses
+import fnmatch
 import inspect
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ladder.checkpoints.families import UNQUANTIZED
 from ladder.errors import InputError, first_line
 from ladder.kernels.huge_pages import empty_in_huge_pages
 from ladder.layers.attention_inputs import rope_frequencies
@@ -22,10 +24,33 @@ from model import Config
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LFS = "version https://git-lfs."  # begins the file that Git LFS leaves in another's place until that is pulled
+MERGE = "merge it: peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
+WRAPPED = re.compile(r"^module\.|(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # in tensors' names
+SAFETENSORS = "take the model's folder in Hugging Face's form, with config.json and model*.safetensors"
+FORMATS = {  # files that are not read here: what they are, and what to do
+    "adapter_config.json": f"an adapter's: {MERGE}", "*.gguf": f"in GGUF, which is not read: {SAFETENSORS}",
+    "params.json": f"in Meta's or Mistral's own format: {SAFETENSORS}", "*.pth": f"a pickle: {SAFETENSORS}",
+    "pytorch_model*.bin": "a pickle: transformers makes safetensors of it (docs/formats.md)",
+}  # fmt: skip
 
 
 def dtype_name(dtype):
     return str(dtype).removeprefix("torch.")
+
+
+def explain(path):
+    """Return what a file, or what is in a folder, is of the FORMATS: the end of an error message, or ""."""
+    names = sorted(os.listdir(path)) if os.path.isdir(path) else [os.path.basename(path)]
+    known = [f"; {name} is {FORMATS[form]}" for form in FORMATS for name in fnmatch.filter(names, form)]
+    return known[0] if known else ""
+
+
+def refuse_pointer(path):
+    """Raise InputError for a Git LFS pointer."""
+    with open(path, "rb") as file:
+        if file.read(len(LFS)) == LFS.encode():
+            raise InputError(f"{path} is a Git LFS pointer: git lfs pull brings the file itself")
 
 
 def read_text(path, flag=""):
@@ -44,6 +69,7 @@ def read_json(path):
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as e:
+        refuse_pointer(path)
         raise InputError(f"{path} is not valid JSON ({e})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path} holds {type(value).__name__}, not a JSON object")
@@ -76,7 +102,7 @@ def make_config(values, source):
     known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Config)}
     for what, keys in ("unknown", values.keys() - known), ("no", {k for k in known if known[k]} - values.keys()):
         if keys:
-            raise InputError(f"{source}: {what} key {reprlib.repr(min(keys))}")
+            raise InputError(f"{source}: {what} key {min(keys)!r}")
     try:
         config = Config(**values)
         if config.laneformer is not None and not config.named_wiring.model:
@@ -91,13 +117,14 @@ def read_config(folder):
     """Return the Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
     if os.path.isfile(folder):
-        raise InputError(f"{folder} is a file: give its folder; a llama2.c file is for convert_hf_checkpoint.py first")
+        hint = explain(folder) or "; a llama2.c file is for convert_hf_checkpoint.py first"
+        raise InputError(f"{folder} is a file: give its folder{hint}")
     if not os.path.isdir(folder):
-        is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder))
+        is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)) and not os.path.isdir(Path(folder).parent)
         hint = f"; if it is a hub model, first: convert_hf_checkpoint.py {folder} --out DIR" if is_hub_name else ""
         raise InputError(f"{folder}: no such folder{hint}")
     if not os.path.isfile(path):
-        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
+        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json{explain(folder)}")
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
@@ -125,13 +152,22 @@ class Weights:
     def __init__(self, folder):
         single, index = (Path(folder) / f"model.safetensors{ending}" for ending in ("", ".index.json"))
         if not single.is_file() and not index.is_file():
-            raise InputError(f"{folder} has no {single.name}, no {index.name} (of pytorch_model.bin: docs/formats.md)")
-        self.files = {}  # tensor name: the file that holds it
+            raise InputError(f"{folder} has no {single.name}, no {index.name}{explain(folder)}")
+        self.files = {}  # tensor name, without what wraps a module: the file that holds it, and its name there
         for path in [single] if single.is_file() else shards(index):
             try:
-                self.files.update(dict.fromkeys(safe_open(path, framework="pt").keys(), path))
+                stored = safe_open(path, framework="pt").keys()
             except (OSError, SafetensorError) as e:
+                if isinstance(e, SafetensorError):
+                    refuse_pointer(path)
                 raise InputError(f"{path} is missing, truncated or no safetensors file: {first_line(e)}") from None
+            if peft := [name for name in stored if re.search(r"^base_model\.model\.|\.(base_layer|lora_[AB])\.", name)]:
+                raise InputError(f"{path}: tensor {peft[0]} is of a PEFT adapter: {MERGE}")
+            for name in stored:
+                own = WRAPPED.sub("", name)
+                if self.files.get(own, (path, name))[1] != name:
+                    raise InputError(f"{path}: tensor {name} is a second {own}: drop one")
+                self.files[own] = path, name
 
     def names(self):
         return list(self.files)
@@ -141,7 +177,8 @@ class Weights:
         if name not in self.files:
             raise InputError(f"the checkpoint has no tensor {name}")
         # Opened anew each time, so that the mapping lives only as long as the tensor.
-        return safe_open(self.files[name], framework="pt").get_tensor(name)
+        path, stored = self.files[name]
+        return safe_open(path, framework="pt").get_tensor(stored)
 
     def fill(self, target, name, dim=0, ranges=None):
         """Copy the tensor, or the given ranges (start, stop) of its dimension dim, joined, into target.
@@ -176,10 +213,12 @@ def chosen_dtype(name, weights, tensor="norm.weight"):
 
     weights: None for random ones, or anything with read(name).
     """
-    dtype = DTYPES[name] if name else weights.read(tensor).dtype if weights else torch.bfloat16
-    if dtype not in DTYPES.values():
-        raise InputError(f"tensor {tensor} holds {dtype_name(dtype)}: give --dtype, one of {', '.join(DTYPES)}")
-    return dtype
+    stored = weights.read(tensor).dtype if weights else torch.bfloat16
+    if stored.itemsize == 1:  # such as FP8, which means nothing without its scales
+        raise InputError(f"tensor {tensor} holds {dtype_name(stored)}: {UNQUANTIZED}")
+    if not name and stored not in DTYPES.values():
+        raise InputError(f"tensor {tensor} holds {dtype_name(stored)}: give --dtype, one of {', '.join(DTYPES)}")
+    return DTYPES[name] if name else stored
 
 
 def check_shape(weights, name, shape):

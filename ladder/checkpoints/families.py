@@ -4,28 +4,29 @@ from typing import NamedTuple
 
 COMMON = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": None, "rope_theta": None, "bos_token_id": None,
-    "eos_token_id": None, "tie_word_embeddings": False,
+    "eos_token_id": None, "tie_word_embeddings": False, "hidden_act": None, "original_max_position_embeddings": None,
+    "ladder_layers": None,  # of the paper's authors
 }  # fmt: skip
-SHAPE = {  # of every family
+REQUIRED = (  # of every family without a default of its own
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
-    "max_position_embeddings", "rope_scaling", "rope_parameters", "model_type", "hidden_act", "ladder_layers",
-    "original_max_position_embeddings",
+    "max_position_embeddings",
+)  # fmt: skip
+HARMLESS = {  # transformers' classes have these, but a text's logits do not depend on them
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype", "embd_pdrop",
+    "hidden_dropout", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
+    "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype",
+    "transformers_version", "use_cache",
 }  # fmt: skip
-IGNORED = {  # do not change what a model computes
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "context_window_size",
-    "dtype", "embd_pdrop", "hidden_dropout", "id2label", "initializer_range", "is_encoder_decoder", "is_llama_config",
-    "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-    "prefill_chunk_size", "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
-    "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers.js_config", "transformers_version",
-    "unsloth_fixed", "unsloth_version", "use_cache", "cache_implementation", "mamba_ssm_dtype", "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings",
+ONLY = {  # what transformers reads in every family: the one value that is computed where a family does not list the key
+    "is_causal": True, "partial_rotary_factor": 1.0, "truncate": True, "per_layer_config": None,
+    "attention_chunk_size": None,
 }  # fmt: skip
-ONLY = {  # the one value that is computed of these, in families that do not list the key
-    "attention_bias": False, "attention_out_bias": False, "mlp_bias": False, "attn_output_gate": True,
-    "output_gate_type": "swish", "attn_logit_softcapping": None, "qk_layernorm": False, "truncate": True,
-    "use_bidirectional_attention": False, "partial_rotary_factor": 1.0, "rope_interleaved": False,
-    "llama_4_scaling_beta": None, "num_experts": 0, "num_local_experts": 0, "n_routed_experts": 0,
-    "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1,  # in Phi-4-mini
+UNQUANTIZED = "quantized weights are not read: take the model's unquantized folder"
+REMEDIES = {  # for keys that change what a model computes, in transformers or in other engines
+    "attn_factor": "transformers does not read it: write attention_factor, attn_factor * (0.1 * ln(factor) + 1)",
+    "dual_chunk_attention_config": "without it the model computes full attention, as in transformers: drop it",
+    "quantization_config": UNQUANTIZED, "compression_config": UNQUANTIZED,
 }  # fmt: skip
 NESTED = {  # model_type: that of a text_config without one
     "mistral3": "mistral", "gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
@@ -36,14 +37,17 @@ class Family(NamedTuple):
     """A model_type. Its keys are those that transformers 5.23 reads, with its default where a config.json may lack one.
 
     The first Llamas lack some, and transformers leaves out what is its default, above all in a text_config of NESTED.
+    What transformers does not read is ignored; a test goes through the attributes of its classes.
     """
 
     keys: dict
     values: dict = {}  # of our Config, whatever the keys
     norms: dict = {}  # {the family's name of a norm: GLM's name}
+    only: dict = {}  # further keys that transformers reads: the one value that is computed
 
 
 LLAMA = {**COMMON, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2}
+CAUSAL = {"use_bidirectional_attention": False}
 QWEN = {**COMMON, "use_sliding_window": False, "sliding_window": 4096}
 WINDOW_LAYERS = {"max_window_layers": 28, "layer_types": None}
 BIASES = {"attention_bias": False, "mlp_bias": False}
@@ -73,7 +77,7 @@ SUM_NORMS = {
 }  # fmt: skip
 OLMO_NORMS = {"qk_norm": True, "whole_qk_norm": True, "input_norms": False, "post_norms": True}
 FAMILIES = {
-    "llama": Family({**LLAMA, **BIASES}),
+    "llama": Family({**LLAMA, **BIASES, "max_position_embeddings": 2048}),
     "llamaLadder": Family({**LLAMA, **BIASES}),
     "ladder_residual": Family({  # what an exported folder says: a child of seed_oss
         **COMMON, **BIASES, "attention_out_bias": False, "no_rope_layers": None, "qk_norm": False,
@@ -98,18 +102,18 @@ FAMILIES = {
     "stablelm": Family({
         **COMMON, "layer_norm_eps": None, "partial_rotary_factor": 0.25, "use_qkv_bias": False,
         "use_parallel_residual": False,
-    }, {"norm": "layer"}),
-    "gemma": Family(GEMMA, {"norm": "rms+1"}),
+    }, {"norm": "layer"}, only={"qk_layernorm": False}),
+    "gemma": Family(GEMMA, {"norm": "rms+1"}, only=CAUSAL),
     "gemma2": Family({
         **GEMMA, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
         "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    }, {"norm": "rms+1", "post_norms": True}, SUM_NORMS),
+    }, {"norm": "rms+1", "post_norms": True}, SUM_NORMS, CAUSAL),
     "gemma3_text": Family({
         **GEMMA, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, "rope_theta": 1e6,
         "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
         "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0,
         "final_logit_softcapping": None,
-    }, {"norm": "rms+1", "qk_norm": True, "post_norms": True}, SUM_NORMS),
+    }, {"norm": "rms+1", "qk_norm": True, "post_norms": True}, SUM_NORMS, {**CAUSAL, "attn_logit_softcapping": None}),
     "olmo2": Family(OLMO, OLMO_NORMS, SUM_NORMS),
     "olmo3": Family(
         {**OLMO, "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4}, OLMO_NORMS, SUM_NORMS

@@ -1,5 +1,6 @@
 """Reads Hugging Face's configs and names of tensors."""
 
+import dataclasses
 import math
 import re
 import reprlib
@@ -9,7 +10,7 @@ import torch
 
 from ladder.checkpoints import checkpoint, expert_weights, laneformer
 from ladder.checkpoints.checkpoint import MOST_LAYERS, read_json
-from ladder.checkpoints.families import FAMILIES, IGNORED, NESTED, ONLY, SHAPE
+from ladder.checkpoints.families import FAMILIES, HARMLESS, NESTED, ONLY, REMEDIES, REQUIRED
 from ladder.errors import InputError
 from ladder.layers import linear_attention
 from ladder.layers.attention_inputs import unpaired
@@ -24,10 +25,11 @@ PARTS = {  # of our tensors' names: Hugging Face's; wqkv is made of three
 }  # fmt: skip
 ROPE_TYPES = "full_attention", "sliding_attention"
 TWO_BASES = "gemma3_text", "olmo3"  # in which layers with a window turn otherwise
+SCALED = "gemma3_text", "ladder_residual"  # whose max_position_embeddings is that of the scaled model
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's names: ours
 ORIGINAL = "original_max_position_embeddings"
 ROPE = {key for keys in ROPE_KEYS.values() for key in keys} | {  # keys of rope_scaling and rope_parameters
-    "rope_type", "type", "rope_theta", "mscale", "mscale_all_dim", "max_position_embeddings",
+    "rope_type", "type", "rope_theta", "mscale", "mscale_all_dim",
 }  # fmt: skip
 
 
@@ -65,41 +67,49 @@ def text_values(values):
 
 
 def read_hf(values):
-    """Return the values of a config.json with the defaults of its family, without keys that only other families have.
+    """Return the values of a config.json that transformers reads, with the defaults of its family.
 
-    Raises InputError for families, and features of them, that model.py does not compute, and for unknown keys.
+    "ignored" names the other keys: they change nothing in transformers. Raises InputError for families, and features
+    of them, that model.py does not compute.
     """
     values = text_values(values)
     family, _ = values.get("model_type"), values.pop("laneformer", None)
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already, which needs no conversion")
     if "laneformer" in str(family).lower():  # Kog's, whose lanes are an extra
-        family, values = "ministral"("lanes", f"model_type {family}").laneformer_as_ministral(values)
+        family, values = "ministral", laneformer.laneformer_as_ministral(values)
     if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"model_type {family!r} is not supported; {', '.join(FAMILIES)} and laneformer are")
+    known = FAMILIES[family].keys
+    if missing := [key for key in REQUIRED if values.get(key, known.get(key)) is None]:
+        raise InputError(f"{missing[0]} is missing")
     if values["num_hidden_layers"] > MOST_LAYERS:
         raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if family == "llamaLadder" and "ladder_layers" not in values:
         raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
-    known = FAMILIES[family].keys
-    # before transformers 5, and since
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or known.get("rope_parameters", {})
+    rope_key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"  # the latter since transformers 5
+    rope = values.get(rope_key) or known.get("rope_parameters") or {}
     near = {}  # of layers with a window, where the others have another
     if isinstance(rope, dict) and {*ROPE_TYPES} & rope.keys():
         rope, near = (rope.get(name) or {} for name in ROPE_TYPES)
-    for key, only in ONLY.items():
-        for value in values.get(key), rope.get(key):
-            if key not in known and value not in (only, None):
-                raise InputError(f"{key} {value!r} is not supported, only {only!r} is")
-    foreign = {key for other in FAMILIES.values() for key in other.keys} - known.keys() - SHAPE
-    own = {key: value for key, value in values.items() if key not in foreign or "laneformer" in values}
-    names, rope_names = known.keys() | SHAPE | IGNORED | ONLY.keys() | {"laneformer"}, known.keys() | ROPE | ONLY.keys()
-    for given, allowed in (own, names), (rope, rope_names), (near, rope_names):
+    only, read = ONLY | FAMILIES[family].only, {*known, *REQUIRED, "laneformer"}
+    harmless, turned = HARMLESS | only.keys() | {"model_type", "rope_scaling", "rope_parameters"}, read | ROPE
+    results, ignored = [], {}
+    for prefix, given, names in ("", values, read), (f"{rope_key}.", rope, turned), (f"{rope_key}.", near, turned):
         for key, value in given.items():
-            if key not in allowed and value is not None:
-                words = "drop it from config.json if what the model computes does not depend on it"
-                raise InputError(f"{reprlib.repr(key)[1:-1]} {reprlib.repr(value)} is unknown: {words}")
-    return {**known, **own, "model_type": family, "rope_scaling": rope, "near_rope": near}
+            if key in REMEDIES and value:
+                raise InputError(f"{key} is not supported; {REMEDIES[key]}")
+            if key not in known and value not in (only.get(key, value), None):
+                raise InputError(f"{key} {value!r} is not supported, only {only[key]!r} is")
+            if key not in names | harmless and value is not None:
+                ignored[prefix + repr(key)[1:-1]] = value
+        results.append({key: value for key, value in given.items() if key in names})
+    if ignored and "laneformer" in values:  # whose code transformers does not have
+        key, value = ignored.popitem()
+        words = "drop it from config.json if what the model computes does not depend on it"
+        raise InputError(f"{key} {reprlib.repr(value)} is unknown: {words}")
+    own, rope, near = results
+    return {**known, **own, "model_type": family, "rope_scaling": rope, "near_rope": near, "ignored": [*ignored]}
 
 
 def eos_ids(path, values, hf):
@@ -108,7 +118,7 @@ def eos_ids(path, values, hf):
     others = read_json(generation).get("eos_token_id") if generation.is_file() else None
     own = hf["eos_token_id"] if others is None or "eos_token_id" in values else None  # not a family's default
     result = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
-    return tuple(dict.fromkeys(i for i in result if i is not None))
+    return tuple(dict.fromkeys(i for i in result if i not in (None, -1)))  # -1: no token
 
 
 def config_from_hf(path):
@@ -122,19 +132,33 @@ def config_from_hf(path):
     return checkpoint.make_config(ours, path)
 
 
+def context_from_hf(hf, scaling):
+    """Return how many tokens a model takes: with yarn or linear factors at least factor times the original context.
+
+    Such factors are often added without a larger max_position_embeddings, which SCALED families have in any case.
+    """
+    context = hf["max_position_embeddings"]
+    if not scaling or hf["model_type"] in SCALED or scaling.keys() & {"low_freq_factor", "long_factor"}:
+        return context
+    original = hf[ORIGINAL] or hf["rope_scaling"].get(ORIGINAL) or context
+    return max(context, int(scaling["factor"] * original))
+
+
 def our_values(hf):
     """Return the values of Config, except eos_ids, from the result of read_hf."""
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
-    family, attention_bias, windowed = hf["model_type"], hf.get("attention_bias", False), window_layers_from_hf(hf)
+    family, attention_bias = hf["model_type"], hf.get("attention_bias", False)
     head_dim = hf["head_dim"] or dim // n_heads
     rotary, scalar = rotary_from_hf(hf, head_dim), hf.get("query_pre_attn_scalar") or head_dim
+    context = context_from_hf(hf, rotary["rope_scaling"])
+    windowed = window_layers_from_hf(hf, context)
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
     has_linear = "linear_num_key_heads" in hf
     linear = linear_attention.values_from_hf(hf) if has_linear else {}
     n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # which transformers 5 writes
     experts = expert_weights.values_from_hf(hf, n_experts) if n_experts else {}
     return {
-        "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": hf["max_position_embeddings"],
+        "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
         "head_dim": head_dim, "vocab_size": hf["vocab_size"], "norm_eps": hf.get("layer_norm_eps", hf["rms_norm_eps"]),
         **rotary, "tie_embeddings": hf["tie_word_embeddings"],
@@ -144,7 +168,8 @@ def our_values(hf):
         "embedding_scale": dim**0.5 if family.startswith("gemma") else None,
         "query_scale": (head_dim / scalar) ** 0.5 if scalar != head_dim else None,
         "score_cap": hf.get("attn_logit_softcapping"), "logit_cap": hf.get("final_logit_softcapping"),
-        "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
+        "nope_layers": nope_layers_from_hf(hf),
+        "bos_id": None if hf["bos_token_id"] == -1 else hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
         **FAMILIES[family].values, **hf.get("laneformer", {}), **linear, **experts,
@@ -208,12 +233,12 @@ def nope_layers_from_hf(hf):
     return tuple(i for i in range(n_layers) if not has_rope[i])
 
 
-def window_layers_from_hf(hf):
-    """Return the layers with a sliding window: those that layer_types names, or else the family's own."""
+def window_layers_from_hf(hf, context):
+    """Return the layers with a sliding window within the context: those of layer_types, or else the family's own."""
     n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
     if window is None or not hf.get("use_sliding_window", True):
         return ()
-    if window >= hf["max_position_embeddings"] and hf["model_type"] not in TWO_BASES:
+    if window >= context and hf["model_type"] not in TWO_BASES:
         return ()
     if types is None and hf["model_type"] in ("qwen2_moe", "smollm3"):  # transformers has others for each
         raise InputError("a sliding_window needs layer_types in this family")
@@ -233,29 +258,21 @@ class LlamaWeights:
     the last norm. If the table is also the output head, the last norm divides by embedding_multiplier. GLM's rotary
     embeddings turn neighbours: see unpaired. Of a model with several towers only the language model's tensors are here.
 
-    skipped: {tower: how many tensors of it are not}.
+    skipped: {tower: how many tensors of it are not}. ignored: names of keys in config.json. config: the given one, but
+    not tied if the file's output head is another tensor than the embedding table, as transformers takes it.
     """
 
     def __init__(self, source, path, config):
         values = read_json(path)
         hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
-        norms, self.skipped = FAMILIES[hf["model_type"]].norms, Counter()
+        norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
         if config.n_experts:
             source = expert_weights.ExpertWeights(source)
         if config.linear_layers:
             source = linear_attention.LinearWeights(source, config)
         if "laneformer" in hf:
             source = laneformer.LaneformerWeights(source, H)
-        self.factors = {}
-        if "residual_multiplier" in hf:
-            embedding, residual = hf["embedding_multiplier"], hf["residual_multiplier"]
-            head = embedding if config.tie_embeddings else 1.0
-            self.factors = {
-                "embed_tokens": embedding, "o_proj": residual, "down_proj": residual, "lm_head": head,
-                "norm": 1 / (head * hf["logits_scaling"]),
-                "q_proj": hf["attention_multiplier"] * H**0.5,  # the scores are over H**0.5
-            }  # fmt: skip
         fused = {  # the proportions of their rows
             "qkv_proj": {"q_proj": config.n_heads, "k_proj": config.n_kv_heads, "v_proj": config.n_kv_heads},
             "gate_up_proj": {"gate_proj": 1, "up_proj": 1},
@@ -274,6 +291,18 @@ class LlamaWeights:
                 if place in self.places:
                     raise InputError(f"the source has both {self.places[place][0]} and {name}: drop one")
                 self.places[place] = name, [*chunks.values()], i
+        both = [self.places.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
+        if config.tie_embeddings and all(both) and not torch.equal(*(source.read(name) for name, _, _ in both)):
+            config = dataclasses.replace(config, tie_embeddings=False)
+        self.config, self.factors = config, {}
+        if "residual_multiplier" in hf:
+            embedding, residual = hf["embedding_multiplier"], hf["residual_multiplier"]
+            head = embedding if config.tie_embeddings else 1.0
+            self.factors = {
+                "embed_tokens": embedding, "o_proj": residual, "down_proj": residual, "lm_head": head,
+                "norm": 1 / (head * hf["logits_scaling"]),
+                "q_proj": hf["attention_multiplier"] * H**0.5,  # the scores are over H**0.5
+            }  # fmt: skip
 
     def names(self):
         return list(self.places)
