@@ -55,9 +55,12 @@ class Tokenizer:
         """Add a token that only the settings name; decode leaves out a hidden one."""
         self.special.setdefault(text, i)
 
-    def chat(self, messages, answer=True):
-        """Return the ids of a conversation [{"role", "content"}, ...], and of the start of an answer if asked for."""
-        return self.encode_markup(load_extra("chat", "a chat template").render(self, messages, answer))
+    def chat(self, messages, answer=True, variables=None):
+        """Return the ids of a conversation [{"role", "content"}, ...], and of the start of an answer if asked for.
+
+        variables: {name: value} of more that the chat template reads.
+        """
+        return self.encode_markup(load_extra("chat", "a chat template").render(self, messages, answer, variables))
 
 
 class SentencePieceTokenizer(Tokenizer):
