@@ -211,9 +211,9 @@ class Front:
                 return changes
             self.wake.wait(0.2)  # a signal's handler cannot set it safely
 
-    def post(self, taken, scored=(), cached=0):
+    def post(self, taken):
         """Send the answers what Rows returned."""
-        for i, token, finish in taken:
+        for i, token, finish, scored, cached in taken:
             if finish:
                 self.open.pop(self.rows[i], None)
             self.rows[i].send((token, finish, scored, cached))
@@ -237,7 +237,7 @@ def serve(world, rows, front):
             return
         for i, request in changes:
             if request:
-                post(*rows.start(i, request))
+                rows.start(i, request)
             else:
                 rows[i].request = None
         if rows.busy:
