@@ -1,6 +1,8 @@
 """OpenAI's completions (platform.openai.com/docs/api-reference): requests, and the text of an answer."""
 
+import contextlib
 import functools
+import itertools
 import json
 import math
 import random
@@ -8,7 +10,6 @@ import reprlib
 
 from starlette.exceptions import HTTPException
 
-from ladder.checkpoints import compare
 from ladder.checkpoints.tokenizer import TextStream
 from ladder.decoding.batch import Sampler
 
@@ -19,7 +20,7 @@ FIELDS = {  # {name: (its types, its default)}
 }  # fmt: skip
 CHAT_FIELDS = FIELDS | {
     "messages": (list, []), "logprobs": (bool, False), "top_logprobs": (int, 0), "max_tokens": (int, math.inf),
-    "max_completion_tokens": (int, math.inf),
+    "max_completion_tokens": (int, math.inf), "chat_template_kwargs": (dict, {}),
 }  # fmt: skip
 TEXT_FIELDS = FIELDS | {
     "prompt": ((str, list), []), "logprobs": (int, None), "echo": (bool, False), "max_tokens": (int, 16),
@@ -28,7 +29,15 @@ IGNORED = {
     "user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier", "tool_choice",
     "parallel_tool_calls",
 }  # fmt: skip
+NEUTRAL = {  # values that ask for what is done anyway
+    "n": [1], "best_of": [1], "top_k": [-1, 0], "seed": [-1], "stop": [""], "logprobs": [False], "typical_p": [1],
+    "repetition_penalty": [1], "length_penalty": [1], "skip_special_tokens": [True], "modalities": [["text"]],
+    "spaces_between_special_tokens": [True], "add_generation_prompt": [True], "response_format": [{"type": "text"}],
+}  # fmt: skip
+# keys that a message may have besides role and content: what a chat template that reads them has in its source
+HISTORY = {"reasoning_content": "reasoning_content", "tool_calls": "tool_calls", "tool_call_id": "tool", "name": "name"}
 MAX_STOPS, MAX_LOGPROBS = 16, 20
+LONG = 2**16  # bytes of a body, or characters of a text, that would take a tokenizer long
 
 
 def check(right, message, status=400):
@@ -47,25 +56,30 @@ def read_fields(data, known):
     fields = {name: default for name, (_, default) in known.items()}
     for name, value in given.items():
         shown = f"{name[:60]} is {reprlib.repr(value)}"
-        if name in known and value is not None:
+        neutral = [None, *NEUTRAL.get(name, [])]
+        if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+            continue
+        if name in known:
             kind = known[name][0]
             right = isinstance(value, kind) and (kind is bool or type(value) is not bool)
             check(right, f"{shown}, which is of a wrong type")
             fields[name] = value
-        elif name not in known and name not in IGNORED:  # accepted where it asks for nothing
-            default = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}.get(name)
-            check(not value or value == default, f"{shown}, which is not implemented, or unknown")
+        elif name not in IGNORED:
+            check(not value and name not in NEUTRAL, f"{shown}, which is not implemented, or unknown")
     return fields
 
 
+def check_model(asked, model):
+    check(asked == model, f"the model {reprlib.repr(asked)} does not exist: this is {model!r}", 404)
+
+
 def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
-    """Return the fields of a body with `chat` and `requests`, one for each prompt, as Row takes them.
+    """Return the fields of a body with `chat`, `requests`, one for each prompt, as Row takes them, and their `echoes`.
 
     data: bytes. chat: whether of /v1/chat/completions. context: tokens of a row. Raises HTTPException and InputError.
     """
     ask = read_fields(data, CHAT_FIELDS if chat else TEXT_FIELDS)
-    known = ask["model"] in (None, model)
-    check(known, f"the model {reprlib.repr(ask['model'])} does not exist: this is {model!r}", 404)
+    check_model(ask["model"] or model, model)
     stop = [ask["stop"]] if isinstance(ask["stop"], str) else ask["stop"]
     right = len(stop) <= MAX_STOPS and all(s and isinstance(s, str) for s in stop)
     check(right, f"stop must be a text, or up to {MAX_STOPS}, none of them empty")
@@ -77,12 +91,12 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
     check(right, f"logprobs are of 0 to {MAX_LOGPROBS} tokens in a place")
     check(max_tokens > 0, f"max_tokens is {max_tokens} but must be at least 1")
     if chat:
-        prompts = [read_messages(ask["messages"], tokenizer)]
+        prompts = [read_messages(ask["messages"], tokenizer, context, ask["chat_template_kwargs"])]
     else:
-        prompts = read_prompts(ask["prompt"], tokenizer, max_prompts)
+        prompts = read_prompts(ask["prompt"], tokenizer, context, max_prompts)
     check(len(prompts) == 1 or not ask["stream"], "a stream takes one prompt")
-    requests = []
-    for ids in prompts:
+    requests, echoes = [], []
+    for text, ids in prompts:
         right = all(type(i) is int and 0 <= i < vocab_size for i in ids)
         check(right, f"token ids are from 0 to {vocab_size - 1}")
         check(0 < len(ids) < context, f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}")
@@ -91,7 +105,22 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
         Sampler(*sampling)  # raises InputError
         request = {"ids": ids, "max_tokens": min(max_tokens, context - len(ids)), "sampling": sampling}
         requests.append(request | {"logprobs": logprobs, "echo": ask.get("echo", False)})
-    return ask | {"chat": chat, "stop": stop, "requests": requests}
+        echoes.append(echo(text, ids, tokenizer) if requests[-1]["echo"] else ("", []))
+    return ask | {"chat": chat, "stop": stop, "requests": requests, "echoes": echoes}
+
+
+@functools.cache
+def longest_token(tokenizer):
+    """Return how many characters a token has at most; a decoder may drop a space at the beginning."""
+    texts = (tokenizer.decode([i]) for i in range(tokenizer.vocab_size))
+    return max(map(len, itertools.chain(texts, tokenizer.special))) + 1
+
+
+def check_length(text, tokenizer, context):
+    """Refuse a text that cannot fit the context, before it takes a tokenizer seconds."""
+    if len(text) > LONG:
+        least = len(" ".join(text.split())) // longest_token(tokenizer)  # spaces may become a single one
+        check(least < context, f"the prompt has {least} tokens or more but must have from 1 to {context - 1}")
 
 
 def encode(text, tokenizer):
@@ -100,63 +129,106 @@ def encode(text, tokenizer):
     return ids if ids[: len(tokenizer.prefix)] == tokenizer.prefix else tokenizer.prefix + ids
 
 
-def read_prompts(prompt, tokenizer, max_prompts):
-    """Return a list of ids for each prompt of a text, a list of ids, or a list of texts or of lists of ids."""
+def echo(text, ids, tokenizer):
+    """Return (a prompt's text, at which of its characters each token begins). text: as it came, or None for ids."""
+    stream, names, shown, offsets = TextStream(tokenizer), hidden_names(tokenizer), "", []
+    for i in ids:
+        offsets.append(len(shown))
+        shown += stream.push([i])
+        name = names.get(i, "")
+        shown += name if text is None or text.startswith(name, len(shown)) else ""  # but for a BOS that did not come
+    return shown + stream.flush() if text is None else text, offsets
+
+
+def read_prompts(prompt, tokenizer, context, max_prompts):
+    """Return (text or None, ids) for each prompt of a text, a list of ids, or a list of texts or of lists of ids."""
     if isinstance(prompt, str) or not prompt or not all(isinstance(p, str | list) for p in prompt):
         prompt = [prompt]
     check(len(prompt) <= max_prompts, f"there are {len(prompt)} prompts but at most {max_prompts} may wait")
-    return [encode(p, tokenizer) if isinstance(p, str) else p for p in prompt]
+    for text in prompt:
+        check_length(text if isinstance(text, str) else "", tokenizer, context)
+    return [(p, encode(p, tokenizer)) if isinstance(p, str) else (None, p) for p in prompt]
 
 
-def read_messages(messages, tokenizer):
-    """Return the ids of a conversation in the chat template; without one, of the plain texts one after another."""
+def read_messages(messages, tokenizer, context, variables):
+    """Return (None, ids) of a conversation in the chat template, which has more variables; without one, of the plain
+    texts one after another."""
     check(messages, "messages must be a list of objects, at least one")
-    plain = []
+    template, conversation = tokenizer.template or "", []
     for message in messages:
         try:
             given = {name: value for name, value in message.items() if value}
             content = given.pop("content", "")
             texts = [part["text"] for part in content] if isinstance(content, list) else [content]
-            plain.append({"role": "" + given.pop("role"), "content": "".join(texts)})
+            conversation.append({"role": "" + given.pop("role"), "content": "".join(texts)} | given)
+            for call in given.get("tool_calls", []):  # whose arguments, a text of JSON, a template writes itself
+                with contextlib.suppress(TypeError, ValueError, RecursionError):
+                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            unread = [name for name in given if name not in HISTORY or HISTORY[name] not in template]
         except (AttributeError, KeyError, TypeError):
-            given = True
-        check(not given, "a message must be an object with role and content, of text, and nothing else")
+            unread = ["something else"]
+        keys = "a message must be an object with role and content, of text, and what the chat template reads"
+        check(not unread, f"{keys}: not {', '.join(map(reprlib.repr, unread))}")
+    asked = "".join(message["content"] for message in conversation if not template or message["role"] != "assistant")
+    check_length(asked, tokenizer, context)  # of an answer a template may leave out the reasoning
     if tokenizer.template is None:
-        return encode("".join(message["content"] for message in plain), tokenizer)
-    return tokenizer.chat(plain)
+        return None, encode(asked, tokenizer)
+    return None, tokenizer.chat(conversation, variables=variables)
 
 
 class Text:
-    """The text of an answer as its tokens arrive: characters and stop strings may lie across tokens."""
+    """The text of an answer as its tokens arrive: characters and stop strings may lie across tokens.
+
+    The text leaves special tokens out, but a stop string may name them: in both a private character stands for each.
+    """
 
     def __init__(self, tokenizer, ids, stops):
-        self.stream, self.stops, self.held = TextStream(tokenizer, ids), stops, ""  # held: a stop may begin there
-        self.longest = max(map(len, stops), default=1)
+        hidden = hidden_names(tokenizer)
+        self.marks = {i: chr(0xF0000 + n) for n, i in enumerate(hidden) if any(hidden[i] in stop for stop in stops)}
+        for i, mark in self.marks.items():
+            stops = [stop.replace(hidden[i], mark) for stop in stops]
+        self.unmarked = str.maketrans("", "", "".join(self.marks.values()))
+        self.stream, self.stops, self.longest = TextStream(tokenizer, ids), stops, max(map(len, stops), default=1)
+        self.held, self.size = "", 0  # a stop may begin in what is held; size: of all text so far
 
     def push(self, ids, finish):
         """Return (the text that is certain now, why it ends or None)."""
-        self.held += self.stream.push(ids) + (self.stream.flush() if finish else "")
-        if cuts := [i for stop in self.stops if (i := self.held.find(stop)) >= 0]:
-            return self.held[: min(cuts)], "stop"
+        for i in ids:
+            new = self.stream.push([i])
+            self.held, self.size = self.held + new + self.marks.get(i, ""), self.size + len(new)
+        self.held += self.stream.flush() if finish else ""
         end = len(self.held) if finish else max(0, len(self.held) - self.longest + 1)
+        if cuts := [i for stop in self.stops if (i := self.held.find(stop)) >= 0]:
+            end, finish = min(cuts), "stop"
         text, self.held = self.held[:end], self.held[end:]
-        return text, finish
+        return text.translate(self.unmarked), finish
+
+
+encode_letter = functools.cache(lambda tokenizer: tokenizer.encode_plain("a"))  # a decoder drops a space at the start
+
+
+@functools.cache
+def hidden_names(tokenizer):
+    """Return {id: name} of the special tokens that a decoded text leaves out."""
+    after = encode_letter(tokenizer)
+    return {i: name for name, i in tokenizer.special.items() if not tokenizer.continuation(after, [i])}
 
 
 @functools.cache
 def token_text(tokenizer, i):
-    """Return the text of a token, a special one's name."""
-    special = {i: text for text, i in tokenizer.special.items()}
-    return special.get(i) or compare.token_text(tokenizer, i)
+    """Return the text of a token after other text, a special one's name, or token_id:N for a part of a character."""
+    text = hidden_names(tokenizer).get(i) or tokenizer.continuation(encode_letter(tokenizer), [i])
+    return f"token_id:{i}" if "\ufffd" in text else text
 
 
-def logprobs_of(tokens, chat, tokenizer):
-    """Return `logprobs` of a choice from Tokens."""
+def logprobs_of(tokens, offsets, chat, tokenizer):
+    """Return `logprobs` of a choice from Tokens, which begin at these offsets in its text."""
     text = functools.partial(token_text, tokenizer)
     if not chat:
-        tops = [t.top and {text(i): p for i, p in (t.top | {t.id: t.logprob}).items()} for t in tokens]
         own = {"tokens": [text(t.id) for t in tokens], "token_logprobs": [t.logprob for t in tokens]}
-        return own | {"top_logprobs": tops}
+        likeliest_last = [t.top and sorted((p, i) for i, p in (t.top | {t.id: t.logprob}).items()) for t in tokens]
+        tops = [each and {text(i): p for p, i in each} for each in likeliest_last]  # of equal texts the likelier stays
+        return own | {"top_logprobs": tops, "text_offset": offsets}
     content = []
     for t in tokens:
         own, *tops = ({"token": text(i), "logprob": p} for i, p in ((t.id, t.logprob), *t.top.items()))

@@ -8,26 +8,32 @@ import argparse
 import asyncio
 import hmac
 import json
+import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import generate
-from extras.serve.protocol import Text, check, logprobs_of, parse
+from extras.serve.protocol import LONG, Text, check, check_model, logprobs_of, parse, token_text
 from extras.serve.rows import Rows
 from ladder.checkpoints import checkpoint
+from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.command_line.job import CHAT_CONTEXT, Job, parse_generation_flags
 from ladder.errors import InputError
@@ -36,6 +42,9 @@ from ladder.ranks import launch
 
 MAX_BODY = 2**22
 DRAIN = 10  # seconds that requests get after SIGTERM
+IDLE = 10  # seconds until a connection ends that has sent nothing
+RESERVE = 12  # of the open files that a process may have: not for connections
+LOG = logging.getLogger("uvicorn.error")  # not only of errors, but for uvicorn's own words on what it does
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
@@ -45,14 +54,39 @@ def error(e):
     return json.dumps({"error": {"message": e.detail, "type": kind, "param": None, "code": None}})
 
 
+class Listener(socket.socket):
+    """A listening socket. It ends connections at once that would use up the files that a process may open."""
+
+    warned = False
+
+    def accept(self):
+        most, (connection, address) = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVE, super().accept()
+        while connection.fileno() >= most:  # it is the lowest number that is free
+            if not self.warned:
+                LOG.error("connections are refused while %d files are open: see ulimit -n", most)
+            self.warned = True
+            connection.close()
+            connection, address = super().accept()
+        return connection, address
+
+
+class Connection(H11Protocol):
+    """uvicorn's, but it ends if it sends nothing, not only after a first answer."""
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(IDLE, self.timeout_keep_alive_handler)
+
+
 class Answer:
     """The answer to one prompt. The main thread sends what Rows makes of it, and the client's task reads that."""
 
-    count = cached = 0  # of its tokens; of its prompt's that were in the cache
+    count = cached = 0  # of its tokens, end-of-sequence included; of its prompt's that were in the cache
+    finish = None  # why it has ended
 
     def __init__(self, front, ask, index, receive):
         self.front, self.ask, self.index, self.request = front, ask, index, ask["requests"][index]
-        self.loop, self.events = asyncio.get_running_loop(), asyncio.Queue()
+        self.start, self.loop, self.events = time.monotonic(), asyncio.get_running_loop(), asyncio.Queue()
         self.watcher = asyncio.create_task(self.end_with_client(receive))
 
     def send(self, event):
@@ -68,28 +102,31 @@ class Answer:
     async def choices(self):
         """Yield entries of `choices`: of a stream as soon as there is new text, else one. At the end frees the row."""
         request, chat, stream, tokenizer = self.request, self.ask["chat"], self.ask["stream"], self.front.tokenizer
-        text, tokens, finish = Text(tokenizer, request["ids"], self.ask["stop"]), [], None
-        new = tokenizer.decode(request["ids"]) if request["echo"] else ""
+        text, tokens, role = Text(tokenizer, request["ids"], self.ask["stop"]), [], {"role": "assistant"}
+        new, offsets = self.ask["echoes"][self.index]
+        begin = len(new)
         try:
-            while not finish:
+            while not self.finish:
                 event = await self.events.get()
                 if isinstance(event, Exception):
                     raise event
                 token, finish, scored, cached = event
                 check(finish != "error", "the logits are NaN or infinite: see --dtype", 500)
-                shown = [token] * (finish != "stop")  # not the end-of-sequence
-                self.count, self.cached = self.count + len(shown), self.cached + cached
-                tokens += [*scored, *shown]
-                more, finish = text.push([token.id for token in shown], finish)
+                self.count, self.cached = self.count + 1, self.cached + cached
+                tokens += [*scored, token]
+                offsets.append(begin + text.size)
+                more, self.finish = text.push([token.id] * (finish != "stop"), finish)  # end-of-sequence has no text
                 new += more
-                if finish or (new and stream):
-                    message = {"delta" if stream else "message": {"role": "assistant", "content": new}}
-                    logprobs = None if request["logprobs"] is None else logprobs_of(tokens, chat, tokenizer)
+                if self.finish or (new and stream):
+                    message = {"delta" if stream else "message": role | {"content": new}}
+                    logprobs = None if request["logprobs"] is None else logprobs_of(tokens, offsets, chat, tokenizer)
                     said = message if chat else {"text": new}
-                    yield {"index": self.index, **said, "logprobs": logprobs, "finish_reason": finish}
-                    new, tokens = "", []
+                    yield {"index": self.index, **said, "logprobs": logprobs, "finish_reason": self.finish}
+                    new, tokens, offsets, role = "", [], [], {}  # clients join the strings of all deltas
         finally:
             self.front.open.pop(self, None)
+            times = time.monotonic() - self.start, self.finish or "cut"
+            LOG.info("answer to %d tokens: %d tokens in %.2f s, %s", len(request["ids"]), self.count, *times)
 
     async def stream(self, head):
         """Yield server-sent events."""
@@ -114,30 +151,47 @@ class Front:
     """The HTTP server, in a thread of rank 0. The main thread takes the `open` answers, and sends them tokens."""
 
     deadline = None  # until when what runs may end, after SIGTERM
+    tokenizer = None  # until the model is loaded
 
-    def __init__(self, args, job, listener):
-        self.model, self.tokenizer = job.name, job.tokenizer
+    def __init__(self, args, listener):
+        self.model = args.name or os.path.basename(os.path.abspath(args.checkpoint))
         self.api_key, self.max_open = args.api_key or os.environ.get("LADDER_API_KEY"), args.rows + args.queue
-        self.limits = job.config.vocab_size, job.max_new_tokens + 1, self.max_open
-        address = listener.getsockname()[0]
+        self.origins = args.allow_origin
+        self.address = listener.getsockname()[:2]
+        address = self.address[0]
         local = address == "::1" or address.startswith("127.")
         self.hosts = {"localhost", address, args.host} if local and not self.api_key else None
         self.open, self.rows = {}, {}  # {answer that waits or runs: None}, in order; {number of a row: its last answer}
-        self.wake, self.encoding = threading.Event(), asyncio.Lock()  # a tokenizer serves one at a time
+        self.wake = threading.Event()
         headers = {"Content-Security-Policy": POLICY}
         page = HTMLResponse(Path(__file__).with_name("page.html").read_text(), headers=headers)
-        routes = [Route("/", lambda _: page), Route("/health", self.health), Route("/v1/models", self.models)]
+        routes = [Route("/", lambda _: page), Route("/health", self.health)]
+        routes += [Route(f"/v1/models{name}", self.models) for name in ("", "/{name:path}")]
         routes += [Route(f"/v1/{chat}completions", self.complete, methods=["POST"]) for chat in ("", "chat/")]
         handlers = {
             HTTPException: lambda _, e: Response(error(e), e.status_code, media_type="application/json"),
             ClientDisconnect: lambda *_: Response(),
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
-        quiet = {"lifespan": "off", "log_config": None, "log_level": "error", "access_log": False}
-        self.server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet))
+        if args.allow_origin:
+            app.add_middleware(CORSMiddleware, allow_origins=args.allow_origin, allow_methods="*", allow_headers="*")
+        if args.log:
+            logging.basicConfig(format="%(asctime)s %(message)s")
+        quiet = {"lifespan": "off", "log_config": None, "log_level": "info" if args.log else "error"}
+        quiet |= {"access_log": args.log, "http": Connection, "timeout_graceful_shutdown": 1}
+        self.server = uvicorn.Server(uvicorn.Config(app, **quiet))
         self.thread = threading.Thread(target=self.server.run, args=[[listener]], daemon=True)
         self.thread.start()
         launch.at_end.append(self.close)
+
+    def ready(self, job):
+        """Begin to answer: the model is loaded."""
+        self.limits = job.config.vocab_size, job.max_new_tokens + 1, self.max_open
+        # a tokenizer serves one at a time, so long texts get another one
+        tokenizers = job.tokenizer, load_tokenizer(job.args.checkpoint, job.config.vocab_size)
+        self.encoders = [(tokenizer, ThreadPoolExecutor(1)) for tokenizer in tokenizers]
+        token_text(job.tokenizer, 0)  # keeps what it must encode
+        self.tokenizer = job.tokenizer
 
     # ---- In its own thread
 
@@ -145,13 +199,15 @@ class Front:
         """Raise HTTPException for a wrong key, for a web page of strangers, or if the server is stopping."""
         if self.hosts:  # without a key: a browser lets a page send requests, and read answers if its name resolves here
             site, host = request.headers.get("sec-fetch-site"), request.url.hostname
-            right = host in self.hosts and site != "cross-site"
-            check(right, f"a web page elsewhere and the name {host!r} need a server with --api-key", 403)
+            known = site != "cross-site" or {"*", request.headers.get("origin")} & {*self.origins}
+            words = f"a web page elsewhere and the name {host!r} need a server with --api-key"
+            check(host in self.hosts and known, f"{words}, and such a page --allow-origin", 403)
         if key and self.api_key:
             given, right = request.headers.get("authorization", ""), f"Bearer {self.api_key}".encode()
             right = hmac.compare_digest(given.encode("latin-1"), right)
             check(right, "Incorrect API key", 401)
         check(not self.deadline, "the server is stopping", 503)
+        check(self.tokenizer, "loading: the model is not ready yet", 503)
 
     async def health(self, request):
         self.admit(request, key=False)
@@ -159,8 +215,11 @@ class Front:
 
     async def models(self, request):
         self.admit(request)
-        models = [{"id": self.model, "object": "model", "created": 0, "owned_by": "ladder-fast"}]
-        return JSONResponse({"object": "list", "data": models})
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "ladder-fast"}
+        if "name" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [model]})
+        check_model(request.path_params["name"], self.model)
+        return JSONResponse(model)
 
     async def complete(self, request):
         self.admit(request)
@@ -169,8 +228,9 @@ class Front:
             async for chunk in request.stream():
                 data += chunk
                 check(len(data) <= MAX_BODY, f"the body has more than {MAX_BODY} bytes", 413)
-            async with self.encoding:
-                ask = await asyncio.to_thread(parse, bytes(data), chat, self.model, self.tokenizer, *self.limits)
+            tokenizer, thread = self.encoders[len(data) > LONG]
+            body = bytes(data), chat, self.model, tokenizer, *self.limits
+            ask = await asyncio.get_running_loop().run_in_executor(thread, parse, *body)
         except InputError as e:
             raise HTTPException(400, str(e)) from None
         full = len(self.open) + len(ask["requests"]) > self.max_open
@@ -214,9 +274,9 @@ class Front:
                 return changes
             self.wake.wait(0.2)  # a signal's handler cannot set it safely
 
-    def post(self, taken, scored=(), cached=0):
+    def post(self, taken):
         """Send the answers what Rows returned."""
-        for i, token, finish in taken:
+        for i, token, finish, scored, cached in taken:
             if finish:
                 self.open.pop(self.rows[i], None)
             self.rows[i].send((token, finish, scored, cached))
@@ -240,7 +300,7 @@ def serve(world, rows, front):
             return
         for i, request in changes:
             if request:
-                post(*rows.start(i, request))
+                rows.start(i, request)
             else:
                 rows[i].request = None
         if rows.busy:
@@ -262,6 +322,10 @@ def parse_flags(argv):
     g.add_argument("--context", type=flags.number(int, 2), default=CHAT_CONTEXT, metavar="N", help="tokens of a row")
     g.add_argument("--queue", type=flags.number(int, 0), default=64, metavar="N", help="requests that wait for a row")
     g.add_argument("--api-key", metavar="TEXT", help="what clients must send; unseen by ps: LADDER_API_KEY")
+    g.add_argument("--name", metavar="TEXT", help="of the model, for clients; default: the checkpoint's folder")
+    words = "a web page's, e.g. https://chat.example, whose scripts may read answers; * for any; may be repeated"
+    g.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=words)
+    g.add_argument("--log", action="store_true", help="a line on stderr for each request, without its text")
     return p.parse_args(argv)
 
 
@@ -274,13 +338,14 @@ def main(argv=None):
             listener = socket.create_server((args.host, args.port), family=family) if world.rank == 0 else None
         except OSError as e:
             raise InputError(f"--host {args.host} --port {args.port}: {e}") from None
+    front = Front(args, Listener(fileno=listener.detach())) if listener else None
     batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {args.context - 1} --checkpoint".split()
     batch = vars(parse_generation_flags(None, [*batch, args.checkpoint])) | vars(args)
     job = Job(argparse.Namespace(**batch), world)  # as for such a batch
     if job.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
     runner, _ = generate.load(job)
-    rows, front = Rows(runner, job.config.eos_ids), None
+    rows = Rows(runner, job.config.eos_ids)
     if args.compile and args.rows > 1 and world.device.type == "cpu":
         from ladder.kernels import compiling
 
@@ -292,9 +357,10 @@ def main(argv=None):
             front.deadline = time.monotonic() + DRAIN
 
     signal.signal(signal.SIGTERM, drain)
-    if world.rank == 0:
+    if front:
         sys.setswitchinterval(5e-5)  # seconds: a pass must not wait for the thread that sends the token before
-        front = Front(args, job, listener)
-        world.say("listening at http://{}:{}".format(*listener.getsockname()))
+        front.ready(job)
+        world.say("listening at http://{}:{}".format(*front.address))
     with runner.unguarded():
         serve(world, rows, front)
+    LOG.info("the end, after SIGTERM: %d requests are cut", len(front.open) if front else 0)

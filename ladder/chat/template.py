@@ -38,7 +38,7 @@ def compiled(template):
 
 def render(template, variables):
     try:
-        text = compiled(template).render(tools=None, documents=None, **variables)
+        text = compiled(template).render(variables)
     except Exception as e:  # whatever the template's code raises
         return None, str(e) or type(e).__name__
     return (text, None) if len(text) <= CHARACTERS else (None, f"its text has {len(text):,} characters")

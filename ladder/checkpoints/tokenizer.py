@@ -73,9 +73,12 @@ class Tokenizer:
         """Return the id of a token that is, or could be added as, a special one, or None."""
         return self.special.get(text)
 
-    def chat(self, messages, answer=True):
-        """Return the ids of a conversation [{"role", "content"}, ...], and of the start of an answer if asked for."""
-        return self.encode_markup(render(self, messages, answer))
+    def chat(self, messages, answer=True, variables=None):
+        """Return the ids of a conversation [{"role", "content"}, ...], and of the start of an answer if asked for.
+
+        variables: {name: value} of more that the chat template reads.
+        """
+        return self.encode_markup(render(self, messages, answer, variables))
 
 
 class SentencePieceTokenizer(Tokenizer):
