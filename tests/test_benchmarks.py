@@ -72,7 +72,7 @@ def test_a_sweep_compares_a_prefill_in_chunks(small, printed, tmp_path):
     flags = ["--model", "1b", "--simulate-tp", "2", "--prompt-length", "7", "--eager", "--seconds", 0, "--json", out]
     shown = printed(sweep, *flags, "--wiring", "standard", "ladder", "--link", "tcp+2000us", "--prefill", 1, 2)
     lines = read(out)
-    names = ["standard", "standard in 2 chunks", "ladder", "ladder in 2 chunks"]
+    names = ["standard", "standard in 2 parts", "ladder", "ladder in 2 parts"]
     assert [line["wiring"] for line in lines] == names and {line["kind"] for line in lines} == {"prefill"}
     assert [(line["all_reduces"], line["all_reduce_bytes"]) for line in lines[:2]] == [(4, 7 * 128), (8, 4 * 128)]
     assert lines[0]["link"]["tcp"] and f"| {' | '.join(names)} |" in shown
@@ -210,8 +210,8 @@ README = str(ROOT / "README.md")
     (sweep, "--link 1ms ''", "--link: '' is none of free,"),
     (sweep, "--link free x", "--link: 'x' is none of free,"),
     (sweep, f"--profile '{README}'", f"--profile {README} is a file: give a folder"),
-    (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
-    (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
+    (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: parts need --eager, and a token each"),
+    (sweep, "--prefill 2", "--prefill is 2: parts need --eager"),
     (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
     (sweep, "--simulate-tp 8 --wiring spd/4", "the 4 lanes of wiring spd/4 do not fit 8 ranks: use 1, 2, 4 ranks of"),
     (sweep, f"--show '{README}'", f"{README} has no line of this script's, with 'limit_ms'"),

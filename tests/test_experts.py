@@ -101,13 +101,13 @@ def test_farskip_waits_for_a_dense_layer_alone(fake_world):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("ranks, compile, chunks", [
+@pytest.mark.parametrize("ranks, compile, splits", [
     (2, False, None), ((2, 1), False, 2), (3, False, None), pytest.param(4, False, None, marks=SLOW),
-    *(pytest.param(meeting, *how, marks=SLOW) for meeting in (2, (2, 1), 4) for how in ((True, None), (False, 2))),
+    *(pytest.param(ranks, *how, marks=SLOW) for ranks in (2, (2, 1), 4) for how in ((True, None), (False, 2))),
 ])  # fmt: skip
-def test_ranks_compute_the_same(ranks, compile, chunks):
+def test_ranks_compute_the_same(ranks, compile, splits):
     for config in CONFIGS if not compile else CONFIGS[-1:]:
-        for logits in run_ranks(meeting, functools.partial(rank_logits, config=config, compile=compile, chunks=chunks)):
+        for logits in run_ranks(ranks, functools.partial(rank_logits, config=config, compile=compile, splits=splits)):
             assert (logits - rank_logits(None, config)).abs().max() < 1e-4, config.wiring
 
 
@@ -127,7 +127,7 @@ def stream_of(world, name, steps):
 @pytest.mark.parametrize("name", ["auto", "library"])
 def test_every_rank_gets_the_same_bits(ranks, name):
     """Else a router could choose other experts on one rank than on another."""
-    first, *others = run_ranks(meeting, stream_of, name, 40)
+    first, *others = run_ranks(ranks, stream_of, name, 40)
     assert first.std() > 1 and all(torch.equal(x, first) for x in others)
 
 
@@ -180,7 +180,7 @@ def test_a_limit_counts_the_experts_that_its_tokens_choose():
 def test_integers_are_their_dequantized_twin(mode, ranks, wiring, tmp_path):
     config = dataclasses.replace(SHARED, dim=64, expert_size=96, shared_expert_size=64)  # no MLP of 100 neurons
     config = dataclasses.replace(config, wiring=wiring, head_dim=16, n_heads=12, n_kv_heads=4)
-    names = check_integers(config, random_model(config).state_dict(), mode, meeting, tmp_path)
+    names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
     assert {"layers.0.feed_forward.experts.w2.scales", "layers.0.feed_forward.router.weight"} <= names
     assert "layers.0.feed_forward.router.scales" not in names
 
@@ -200,7 +200,7 @@ def check_integers(config, exact, mode, ranks, tmp_path):
         twin[name] = parts[0] if parts[1] is None else int_linear.dequantize(*(p if p is None else p.float() if
                      p.dtype == torch.bfloat16 else p for p in parts))  # fmt: skip
     expected = rank_logits(None, config, twin)
-    for logits in run_ranks(meeting, rank_logits, own, state):
+    for logits in run_ranks(ranks, rank_logits, own, state):
         assert (logits - expected).abs().max() < 2e-3
     return state.keys()
 
@@ -258,14 +258,14 @@ def one(x, matrices, e):
 @pytest.mark.parametrize("ranks", [1, 5, 7])
 def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
     """On a CPU, where grouped_mm asks for rows of whole 16 bytes, too."""
-    E, D, neurons, k, generator = 5, 64, 96, 2, torch.Generator().manual_seed(meeting)
+    E, D, neurons, k, generator = 5, 64, 96, 2, torch.Generator().manual_seed(ranks)
     x, config = torch.randn(8, D, generator=generator).bfloat16(), dataclasses.replace(MIXTURE, expert_size=neurons)
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in x])
     w1, w3, w2 = (random_experts(bits, E, N, K, generator) for N, K in [(neurons, D)] * 2 + [(D, neurons)])
     expected = torch.ops.ladder.experts(x.double(), chosen, *map(in_float64, (w1, w3, w2)))
     grouped = gathered = every = 0
-    for rank in range(meeting):
-        a, b = tp.shard_plan(config, rank, (1,) * meeting)["experts.w2"][1][0]
+    for rank in range(ranks):
+        a, b = tp.shard_plan(config, rank, (1,) * ranks)["experts.w2"][1][0]
         columns = [slice(None) if t.shape[2] == 1 else slice(*(i * t.shape[2] // neurons for i in (a, b))) for t in w2]
         own = [[t[:, a:b].contiguous() for t in w] for w in (w1, w3)]
         own.append([t[..., part].contiguous() for t, part in zip(w2, columns, strict=True)])

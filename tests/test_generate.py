@@ -372,12 +372,12 @@ def test_what_is_likely_enough_is_chosen_without_gathering_logits():
     assert run_ranks(2, chosen, logits, False) == [alone] * 2
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("chunk_tokens", [1, 6, 26, 99])
-def test_a_prefill_in_passes_and_chunks_equals_one_pass(chunk_tokens, chunks):
+def test_a_prefill_in_chunks_and_splits_equals_one_pass(chunk_tokens, splits):
     net = random_model(dataclasses.replace(BASE, sliding_window=3, window_layers=(0, 2)))
     tokens, lengths = unequal_rows(BASE)
-    runner, widths = Runner(net, net.new_cache(3, 12), chunks=chunks), []
+    runner, widths = Runner(net, net.new_cache(3, 12), splits=splits), []
 
     def prefill(tokens, *args, **kwargs):
         widths.append(tokens.shape[1])
@@ -400,7 +400,7 @@ def test_synthetic_prompts_differ_end_with_the_context_and_are_prefilled_in_two_
     two, _, said = run_json(tiny, *flags, 9, out=out, ranks=2)
     few, *_ = run_json(tiny, *flags, 8, out=out, ranks=2)
     assert (one["batch"], one["prompt_tokens"], one["new_tokens"]) == (9, 61, 3)
-    assert [result["sequence_splits"] for result in (one, two, few)] == [1, 2, 1] and "prefill in 2 chunks" in said
+    assert [result["sequence_splits"] for result in (one, two, few)] == [1, 2, 1] and "prefill in 2 parts" in said
     assert one["finish"] == ["length"] * 9 and "9 of 9 texts cut at" in said
     assert one["tokens"] == two["tokens"] and len({tuple(row) for row in one["tokens"]}) == 9
 

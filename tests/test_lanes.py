@@ -29,7 +29,7 @@ def test_lanes_compute_the_same_on_any_ranks(shares):
     check_ranks(shares, [{"wiring": wiring, **BIASED} for wiring in LANED], load=lanes)
 
 
-@pytest.mark.parametrize("how", [{"chunks": 3}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("how", [{"splits": 3}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
 def test_lanes_of_a_rank_take_chunks_and_are_compiled(how):
     check_ranks(2, [{"wiring": wiring} for wiring in ("spd/4", "delayed-2/4")], load=lanes, **how)
 

@@ -147,7 +147,7 @@ def on_a_rank(world, config, state, how):
         return [last_logits(net, *unequal_rows(config, length=14), steps=4, **keys) for keys in how]
 
 
-WAYS = [{}, {"chunks": 2}, {"chunks": 3}]
+WAYS = [{}, {"splits": 2}, {"splits": 3}]
 
 
 @pytest.mark.parametrize("ranks, configs", [

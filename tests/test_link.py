@@ -198,7 +198,7 @@ def test_sublayers_share_the_time_by_the_bytes_of_their_weights():
         assert case.n_bytes == (attention, feed_forward, rest)
 
 
-@pytest.mark.parametrize("wiring, chunks, limit", [
+@pytest.mark.parametrize("wiring, splits, limit", [
     # 50 ms of computing without all-reduces: of two layers each attention takes 6, each MLP 14, the head 10. 15 an
     # all-reduce.
     ("standard", 1, 50 + 4 * 15),
@@ -208,11 +208,11 @@ def test_sublayers_share_the_time_by_the_bytes_of_their_weights():
     ("desync:2", 1, 50 + 2 * 15),
     ("upper-bound", 1, 50),
 ])  # fmt: skip
-def test_the_report(wiring, chunks, limit):
+def test_the_report(wiring, splits, limit):
     times = {"all_reduce": 0.015, "step": 0.12, "silent": 0.05}
     config = dataclasses.replace(BASE, n_layers=2, wiring=wiring)
-    case = exposed.Case(config, None, None, None, torch.zeros(2, 1, 48), link.FREE, (1200, 2800, 1000), chunks)
-    r, n = exposed._report(case, [times] * 3), {"upper-bound": 0, "desync:2": 2}.get(wiring, 4) * chunks
+    case = exposed.Case(config, None, None, None, torch.zeros(2, 1, 48), link.FREE, (1200, 2800, 1000), splits)
+    r, n = exposed._report(case, [times] * 3), {"upper-bound": 0, "desync:2": 2}.get(wiring, 4) * splits
     assert r["limit_ms"] == pytest.approx(limit)
     assert (r["step_ms"], r["silent_ms"], r["exposed_ms"]) == pytest.approx((120, 50, 70))
     assert r["all_reduces"] == n and r["all_reduce_bytes"] == 2 * 48 * 4 and r["rounds"] == 3
@@ -223,11 +223,11 @@ def test_the_report(wiring, chunks, limit):
 def test_on_the_clock_chunks_hide_one_another():
     """Two of half the work: all but the first computing and the last sum; a ladder has nothing left to hide."""
     standard, ladder = (dataclasses.replace(BASE, n_layers=2, wiring=wiring) for wiring in ("standard", "ladder"))
-    assert clocks.run_layers(standard, 2, 2, 2, chunks=2).started == 8
+    assert clocks.run_layers(standard, 2, 2, 2, splits=2).started == 8
     assert clocks.run_layers(standard, 4, 4, 4).now == 4 * (4 + 4)
-    assert clocks.run_layers(standard, 2, 2, 2, chunks=2).now == 2 + 7 * 2 + 2
+    assert clocks.run_layers(standard, 2, 2, 2, splits=2).now == 2 + 7 * 2 + 2
     assert clocks.run_layers(ladder, 4, 4, 4).now == 4 + 3 * 4 + 4
-    assert clocks.run_layers(ladder, 2, 2, 2, chunks=2).now == 2 + 7 * 2 + 2
+    assert clocks.run_layers(ladder, 2, 2, 2, splits=2).now == 2 + 7 * 2 + 2
 
 
 @pytest.mark.parametrize("changes", BY_HAND, ids=helpers.wired_id)

@@ -181,7 +181,7 @@ def test_ranks_of_unequal_shares_compute_what_one_device_does(shares):
 
 @pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_prefill_in_chunks_and_what_follows_equal_those_in_one(tp_size):
-    """Rows of five lengths, whose last tokens are in different chunks."""
+    """Rows of five lengths, whose last tokens are in different splits."""
     windowed = {"sliding_window": 3, "window_layers": (0, 2)}
     cases = [dataclasses.replace(BASE, **{**UNEVEN, **windowed, **changes}) for changes in ONE_EACH + OTHERS]
     for rank in run_ranks(tp_size, logits_in_chunks, cases):
@@ -191,7 +191,7 @@ def test_a_prefill_in_chunks_and_what_follows_equal_those_in_one(tp_size):
 
 def logits_in_chunks(world, cases):
     nets, rows = [shard(config, world) for config in cases], unequal_rows(cases[0], batch=5)
-    return [[last_logits(net, *rows, chunks=chunks) for chunks in (1, 2, 3)] for net in nets]
+    return [[last_logits(net, *rows, splits=splits) for splits in (1, 2, 3)] for net in nets]
 
 
 COMPILED = [(2, changes, True) for changes in (*ONE_EACH, OTHERS[1], OTHERS[3])]

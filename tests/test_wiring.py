@@ -102,8 +102,8 @@ class Recorder(model.SingleDevice):
         return self.wait(pending)
 
 
-def eager_order(config, chunks=1):
-    """The order in which the wiring computes (c), starts and waits, in words; the chunks' all-reduces count on."""
+def eager_order(config, splits=1):
+    """The order in which the wiring computes (c), starts and waits, in words; the splits' all-reduces count on."""
     comm = Recorder()
 
     def h(x):
@@ -111,11 +111,11 @@ def eager_order(config, chunks=1):
         return 0.0
 
     sublayers = [(h, stale) for stale in helpers.staleness(config)]
-    model.interleave([config.named_wiring.loop(0.0, sublayers, comm, config) for _ in range(chunks)])
+    model.interleave([config.named_wiring.loop(0.0, sublayers, comm, config) for _ in range(splits)])
     return " ".join(comm.events)
 
 
-ORDERS = [  # wiring, layers, chunks, order
+ORDERS = [  # wiring, layers, splits, order
     ("standard", 2, 1, "c start1 wait1 c start2 wait2 c start3 wait3 c start4 wait4"),
     ("ladder", 2, 1, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
     ("ladder:1", 2, 1, "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
@@ -130,7 +130,7 @@ ORDERS = [  # wiring, layers, chunks, order
     ("desync:2", 2, 1, "c c start1 wait1 c c start2 wait2"),
     ("desync:3", 2, 1, "c c c start1 wait1 c start2 wait2"),
     ("upper-bound", 2, 1, "c c c c"),
-    # other chunks compute between a chunk's start and its wait, so a standard model in two has a ladder's order
+    # other splits compute between a chunk's start and its wait, so a standard model in two has a ladder's order
     ("standard", 1, 2, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
     ("standard", 1, 3, "c start1 c start2 c start3 wait1 c start4 wait2 c start5 wait3 c start6 wait4 wait5 wait6"),
     ("ladder", 1, 2, "c start1 c start2 c start3 c start4 wait1 wait3 wait2 wait4"),
@@ -138,9 +138,9 @@ ORDERS = [  # wiring, layers, chunks, order
 ]
 
 
-@pytest.mark.parametrize("wiring, n_layers, chunks, order", ORDERS)
-def test_order_of_the_plain_loop(wiring, n_layers, chunks, order):
-    assert eager_order(dataclasses.replace(BASE, n_layers=n_layers, wiring=wiring), chunks) == order
+@pytest.mark.parametrize("wiring, n_layers, splits, order", ORDERS)
+def test_order_of_the_plain_loop(wiring, n_layers, splits, order):
+    assert eager_order(dataclasses.replace(BASE, n_layers=n_layers, wiring=wiring), splits) == order
 
 
 def generated_code(config, world, batch, length, dtype):

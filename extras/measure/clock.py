@@ -68,10 +68,10 @@ class Clock:
         return x
 
 
-def run_layers(config, attention, feed_forward, all_reduce, chunks=1, flight=0.0, norm_sum=0.0):
+def run_layers(config, attention, feed_forward, all_reduce, splits=1, flight=0.0, norm_sum=0.0):
     """Return the Clock after a step in which each attention and each MLP takes so many seconds, in any wiring.
 
-    chunks: of the prompt, which take turns, each with its own all-reduces. norm_sum: seconds of the sum over the ranks
+    splits: parts of the prompt, which take turns, each with its own all-reduces. norm_sum: seconds of the sum over the ranks
     that whole_qk_norm waits for in the middle of an attention. flight: as in Clock.
     """
 
@@ -84,5 +84,5 @@ def run_layers(config, attention, feed_forward, all_reduce, chunks=1, flight=0.0
     clock, block = Clock(all_reduce, flight), SimpleNamespace(attention_norm=lambda x: x, ffn_norm=lambda x: x)
     block.attention, block.feed_forward = attend, lambda *_: clock.advance(feed_forward)
     sublayers = list_sublayers(config, [block] * config.n_layers)
-    interleave([config.named_wiring.loop(0.0, sublayers, clock, config) for _ in range(chunks)])
+    interleave([config.named_wiring.loop(0.0, sublayers, clock, config) for _ in range(splits)])
     return clock

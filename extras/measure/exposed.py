@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     comm: the model's collectives. partial: a tensor of the size that they sum. link: what world.group emulates
     meanwhile. n_bytes: what a step reads of the weights of all attentions, of all MLPs, and of the output head (a
-    prefill computes few logits). chunks: of a prompt, interleaved.
+    prefill computes few logits). splits: parts of a prompt, interleaved.
     """
 
     config: Config
@@ -56,7 +56,7 @@ class Case(NamedTuple):
     partial: torch.Tensor
     link: Link
     n_bytes: tuple
-    chunks: int = 1
+    splits: int = 1
 
 
 @torch.inference_mode()
@@ -65,12 +65,12 @@ def make_case(kind, runner, tokens, lengths, world):
     model, silent, (B, S) = runner.model, copy.copy(runner.model), tokens.shape
     silent.comm = Silent(model.config, world.shares, world.group)
     steps = [replays(one, tokens, lengths)[kind] for one in (runner, runner.like(silent, runner.cache))]
-    chunks, width = (runner.choose_splits(B, S), S) if kind == "prefill" else (1, 1)
-    partial = torch.zeros(B, -(-width // chunks), model.config.dim, device=model.device, dtype=model.dtype)
+    splits, width = (runner.choose_splits(B, S), S) if kind == "prefill" else (1, 1)
+    partial = torch.zeros(B, -(-width // splits), model.config.dim, device=model.device, dtype=model.dtype)
     read, places = report.weight_bytes(model, B * width), (".attention.", ".feed_forward.", "output.")
     *layers, head = (sum(n_bytes for name, n_bytes in read.items() if place in name) for place in places)
     sizes = *layers, head * (kind == "decode")
-    return Case(model.config, *steps, model.comm, partial, world.group.link, sizes, chunks)
+    return Case(model.config, *steps, model.comm, partial, world.group.link, sizes, splits)
 
 
 @torch.inference_mode()
@@ -118,10 +118,10 @@ def _report(case, runs):
     """
     ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0]}
     attention, feed_forward, rest = (ms["silent"] * n_bytes / sum(case.n_bytes) for n_bytes in case.n_bytes)
-    sublayers = [total / case.config.n_layers / case.chunks for total in (attention, feed_forward)]
+    sublayers = [total / case.config.n_layers / case.splits for total in (attention, feed_forward)]
     flight = 1e3 * case.link.flight if case.partial.device.type == "cpu" else 0.0
     norm_sum = ms["all_reduce"] * case.config.whole_qk_norm
-    clock = run_layers(case.config, *sublayers, ms["all_reduce"], case.chunks, flight, norm_sum)
+    clock = run_layers(case.config, *sublayers, ms["all_reduce"], case.splits, flight, norm_sum)
     n = clock.started
     low, _, high = quartiles([1e3 * run["step"] for run in runs])
     exposed = ms["step"] - ms["silent"]

@@ -35,7 +35,9 @@ def parse(argv):
     p = flags.Parser(__doc__)
     bench.add_flags(p)
     p.set_defaults(model="small", batch=[1], prompt_length=64)
-    words = "measure the prefill in so many chunks (default: 1) instead of a decode step; several need --eager"
+    words = (
+        "measure the prefill in so many overlapping parts (default: 1) instead of a decode step; several need --eager"
+    )
     p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
     p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: free; of {link.FORMS}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
@@ -51,9 +53,9 @@ def parse(argv):
     is_small = args.model == "small" and not args.checkpoint
     args.name, args.config = ("small", SMALL) if is_small else flags.read_config(args)
     args.link = args.link or [link.FREE]
-    args.kind, args.chunks = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
-    if max(args.chunks) > 1 and not args.eager or max(args.chunks) > args.prompt_length:
-        raise InputError(f"--prefill is {max(args.chunks)}: chunks need --eager, and a token each of --prompt-length")
+    args.kind, args.splits = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
+    if max(args.splits) > 1 and not args.eager or max(args.splits) > args.prompt_length:
+        raise InputError(f"--prefill is {max(args.splits)}: parts need --eager, and a token each of --prompt-length")
     if args.prompt_length >= args.config.max_seq_len:
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
@@ -65,18 +67,18 @@ def parse(argv):
 
 
 def make_cases(args, world):
-    """Return {(link, wiring and chunks, batch): exposed.Case}, whose models share their weights and caches."""
+    """Return {(link, wiring and parts, batch): exposed.Case}, whose models share their weights and caches."""
     models = bench.load_models(args.config, args.wiring, args, world)
     progress.at("measurement", timed=False)
     caches, cases = {}, {}
-    for (wiring, model), batch, chunks in itertools.product(models.items(), args.batch, args.chunks):
+    for (wiring, model), batch, splits in itertools.product(models.items(), args.batch, args.splits):
         key = model.config.fixed_lanes, batch
         caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + 1)
         prompts = pad([[1 + row] * args.prompt_length for row in range(batch)], world.device)
-        runner = Runner(model, caches[key], not args.eager, not args.eager, chunks)
+        runner = Runner(model, caches[key], not args.eager, not args.eager, splits)
         case = exposed.make_case(args.kind, runner, *prompts, world)
         for one in args.link:
-            cases[one, wiring + f" in {chunks} chunks" * (chunks > 1), batch] = case._replace(link=one)
+            cases[one, wiring + f" in {splits} parts" * (splits > 1), batch] = case._replace(link=one)
     return cases
 
 

@@ -90,8 +90,8 @@ class Rows(list):
         tokens, positions = torch.tensor([ids[start:end]]), torch.arange(start, end)[None]
         later = (positions.to(runner.device), row.runner.cache, end) if start else (None, row.runner.cache, None)
         select = None if row.scores else torch.tensor([end - start - 1], device=runner.device)
-        chunks = runner.choose_splits(1, end - start)
-        logits = runner.model(tokens.to(runner.device), *later, select, chunks)[0]
+        splits = runner.choose_splits(1, end - start)
+        logits = runner.model(tokens.to(runner.device), *later, select, splits)[0]
         if row.scores:
             full = runner.model.comm.gather_logits(logits)
             row.prompt_tokens += scored(ids[start + 1 : end + 1], full, row.request["logprobs"])

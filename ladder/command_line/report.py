@@ -139,7 +139,7 @@ def summary(r):
     head += f", {r['quant'] or r['dtype']}, {r['device']}"
     head += f", shares {','.join(map(str, r['shares']))}" * (len({*r["shares"]}) > 1)
     head += f", {r['comm']} sums" * (r["comm"] != "auto")
-    head += f", prefill in {r['sequence_splits']} chunks" * (r["sequence_splits"] > 1)
+    head += f", prefill in {r['sequence_splits']} parts" * (r["sequence_splits"] > 1)
     times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"
     if r["tpot_ms"]:
         times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"

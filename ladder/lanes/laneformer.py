@@ -83,11 +83,11 @@ class Laneformer(Transformer):
         sublayers = list_sublayers(self.config, self.layers, metadata, cache)
         return laneformer_loop(x, sublayers, self.comm, self.config, self.norm)
 
-    def head(self, x, select=None):
+    def head(self, x, last_index=None):
         if self.settings["lane_head"] != "replicate":
-            return super().head(x, select)
-        if select is not None:
-            x = x[torch.arange(len(x), device=x.device)[:, None], select[:, None]]
+            return super().head(x, last_index)
+        if last_index is not None:
+            x = x[torch.arange(len(x), device=x.device)[:, None], last_index[:, None]]
         return self.output(x)  # normed already, before the lanes' mean
 
 

@@ -76,7 +76,7 @@ class Lanes(nn.Module):
     device = property(lambda self: self.lanes[0].device)
     dtype = property(lambda self: self.lanes[0].dtype)
 
-    def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, chunks=1):
+    def forward(self, tokens, positions=None, cache=None, cache_length=None, last_index=None, splits=1):
         """Return the logits of all lanes' parts of the vocabulary, side by side; see Transformer.forward."""
         n = len(self.lanes)
         sums = LaneSums(self.comm, n, self.config.fixed_lanes or self.comm.tp_size)
@@ -84,10 +84,10 @@ class Lanes(nn.Module):
         for i, lane in enumerate(self.lanes):
             lane.comm, lane.config = sums, self.config
             own = cache and cache[i * layers : (i + 1) * layers]
-            loops.append(lane.split_loops(tokens, positions, own, cache_length, select, chunks))
-        xs = interleave(chain.from_iterable(zip(*loops, strict=True)))  # chunk by chunk, and in each lane by lane
+            loops.append(lane.split_loops(tokens, positions, own, cache_length, last_index, splits))
+        xs = interleave(chain.from_iterable(zip(*loops, strict=True)))  # part by part, and in each lane by lane
         ends = [torch.cat(xs[i::n], dim=1) for i in range(n)]
-        return torch.cat([lane.head(x, select) for lane, x in zip(self.lanes, ends, strict=True)], dim=-1)
+        return torch.cat([lane.head(x, last_index) for lane, x in zip(self.lanes, ends, strict=True)], dim=-1)
 
     def new_cache(self, batch, length):
         """Return the caches of all lanes, one lane's layers after another's."""
