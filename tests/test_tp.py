@@ -58,7 +58,7 @@ def indices(ranges):
 
 HEADS = (12, 12), (12, 4), (12, 3), (12, 2), (12, 1), (15, 5), (14, 2)
 ODD = {"intermediate_size": 101, "vocab_size": 143}
-PLANS = [({"n_heads": n, "n_kv_heads": k, **ODD}, [(1,) * meeting for meeting in range(1, 13)]) for n, k in HEADS]
+PLANS = [({"n_heads": n, "n_kv_heads": k, **ODD}, [(1,) * ranks for ranks in range(1, 13)]) for n, k in HEADS]
 PLANS += [(changes, [*UNEQUAL_SHARES, (7, 7, 7)]) for changes in (MANY, ONE_KV_HEAD)]
 
 
@@ -158,8 +158,8 @@ def expected_logits(config, shares):
 def check_ranks(shares, cases, **how):
     """On each rank the logits are the reference's and, where the wiring has no lanes, those of one device."""
     cases = [dataclasses.replace(BASE, **changes) for changes in cases]
-    meeting = run_ranks(shares, functools.partial(logits_of, cases=cases, **how))
-    for config, first, *others in zip(cases, *meeting, strict=True):
+    ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, **how))
+    for config, first, *others in zip(cases, *ranks, strict=True):
         assert all(torch.equal(other, first) for other in others), f"{config}: the ranks disagree"
         error = (first - expected_logits(config, config.fixed_lanes or shares)).abs().max()
         assert error < 1e-4, f"{config}: {error}"
@@ -232,9 +232,9 @@ FEW_ROWS += [pytest.param(3, changes, True, marks=pytest.mark.slow) for changes 
 @pytest.mark.parametrize("tp_size, changes, compile", FEW_ROWS)
 def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compile):
     config = dataclasses.replace(BASE, **{**UNEVEN, **changes, "head_dim": 64})  # for its decode_attention
-    meeting = run_ranks(tp_size, bfloat16_logits, config, compile)
-    plain, fast = meeting[0]
-    assert all(torch.equal(other[1], fast) for other in meeting)
+    ranks = run_ranks(tp_size, bfloat16_logits, config, compile)
+    plain, fast = ranks[0]
+    assert all(torch.equal(other[1], fast) for other in ranks)
     expected = expected_logits(config, tp_size)
     assert (fast - expected).abs().max() < 0.05 * expected.abs().max()
     assert (fast - expected).abs().mean() < 1.2 * (plain - expected).abs().mean()

@@ -71,8 +71,8 @@ class Clock:
 def run_layers(config, attention, feed_forward, all_reduce, splits=1, flight=0.0, norm_sum=0.0):
     """Return the Clock after a step in which each attention and each MLP takes so many seconds, in any wiring.
 
-    splits: parts of the prompt, which take turns, each with its own all-reduces. norm_sum: seconds of the sum over the ranks
-    that whole_qk_norm waits for in the middle of an attention. flight: as in Clock.
+    splits: parts of the prompt, which take turns, each with its own all-reduces. norm_sum: seconds of the sum over the
+    ranks that whole_qk_norm waits for in the middle of an attention. flight: as in Clock.
     """
 
     def attend(*_):

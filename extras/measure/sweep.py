@@ -35,9 +35,7 @@ def parse(argv):
     p = flags.Parser(__doc__)
     bench.add_flags(p)
     p.set_defaults(model="small", batch=[1], prompt_length=64)
-    words = (
-        "measure the prefill in so many overlapping parts (default: 1) instead of a decode step; several need --eager"
-    )
+    words = "measure the prefill in so many overlapping parts (default: 1), not a decode step; several need --eager"
     p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
     p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: free; of {link.FORMS}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
