@@ -17,6 +17,7 @@ from test_generate import edit_config, greedy_tokens, run, run_json
 import generate
 from complete import load
 from generate import Runner
+from ladder.chat import terminal
 from ladder.decoding import speculative
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.decoding.drafts import of_model
@@ -303,7 +304,7 @@ def test_a_chat_computes_only_what_is_new(drafts, template, tiny, near, tmp_path
         computed.append((tokens.shape[1], cached_tokens))
         return prefill(self, tokens, lengths, cached_tokens)
 
-    monkeypatch.setattr(generate, "Generation", Spy)
+    monkeypatch.setattr(terminal, "Generation", Spy)
     monkeypatch.setattr(Runner, "prefill", count)
     flags = ["--checkpoint", tmp_path / "chat", "--chat", "--temperature", "0", "--max-new-tokens", "9"]
     printed, _ = run(*flags, *["--draft", near] * drafts, stdin="\n".join(LINES) + "\n")

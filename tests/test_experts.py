@@ -11,7 +11,7 @@ import transformers
 from helpers import BASE, random_model, rank_logits, run_ranks, unequal_rows, write_model
 from reference import MixtureReference
 from safetensors.torch import load_file, save_file
-from test_bench import flags, texts_of_cells
+from test_bench import cell_flags, texts_of_cells
 from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
 from test_generate import edit_config
 from test_wiring import calls, check_against_the_reference, generated_code, squeeze
@@ -149,7 +149,7 @@ def test_equal_scores_and_an_expert_that_nobody_chose():
 def test_farskip_has_other_shards_than_a_ladder(tmp_path):
     config = dataclasses.replace(BASE, n_experts=3, experts_per_token=2, expert_size=16, shared_expert_size=32)
     write_model(tmp_path, config, random_model(config).state_dict(), torch.float32)
-    words = flags(tmp_path, "--batch", 2, "--dtype", "float32", "--eager", "--wiring", "ladder", "farskip")
+    words = cell_flags(tmp_path, "--batch", 2, "--dtype", "float32", "--eager", "--wiring", "ladder", "farskip")
     for wiring, _, mine, alone in run_ranks(2, texts_of_cells, words)[0]:
         assert mine == alone, wiring
 

@@ -386,7 +386,7 @@ def test_a_prefill_in_chunks_and_splits_equals_one_pass(chunk_tokens, splits):
     runner.prefill_model, runner.chunk_tokens = prefill, chunk_tokens
     with torch.no_grad():
         one = net.new_cache(3, 12)
-        expected = net(tokens, cache=one, select=lengths - 1)[:, 0]
+        expected = net(tokens, cache=one, last_index=lengths - 1)[:, 0]
         logits = runner.prefill(tokens, lengths)
     assert widths == {1: [1] * 9, 6: [2, 2, 2, 2, 1], 26: [8, 1], 99: [9]}[chunk_tokens]
     assert torch.allclose(logits, expected, atol=1e-5)

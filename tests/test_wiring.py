@@ -222,9 +222,9 @@ def test_compiled_code_keeps_the_order_of_the_loop(changes, name, rank, tp_size,
 # Which wiring runs, and what is said of it
 
 
-def chosen(own, flags):
+def chosen(own, words):
     """Return the config that generate.py runs with these flags."""
-    return flags.with_wiring(own, parse_generation_flags("", ["--checkpoint", "x", *flags.split()]))
+    return flags.with_wiring(own, parse_generation_flags("", ["--checkpoint", "x", *words.split()]))
 
 
 def test_flags_choose_a_wiring():
