@@ -21,6 +21,7 @@ from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
 from ladder.ranks import launch
+from ladder.ranks.ending import out_of_memory
 
 
 def open_source(source, revision=None):
@@ -82,7 +83,7 @@ def convert(source, config, folder, dtype, shard_bytes):
             tensors += [source.read(n) for n in sources[name]]
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
         except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
-            if launch.out_of_memory(e):
+            if out_of_memory(e):
                 raise
             raise InputError(f"{names}: {first_line(e)}; the config makes it {shapes[name]}") from None
         if tensor.shape != shapes[name]:
@@ -107,7 +108,7 @@ def main(argv=None):
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
-    writing.add_output_flags(p, "checkpoints/1b")
+    flags.add_output_flags(p, "checkpoints/1b")
     flags.add_wiring_flags(p)
     args = p.parse_args(argv)
     if args.tokenizer and not os.path.isfile(args.tokenizer):

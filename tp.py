@@ -32,7 +32,7 @@ from model import VOCAB_BLOCK, Collectives, build, pad_logits
 class TensorParallel(Collectives):
     """The collectives that sum over the ranks of a process group; model.Collectives says what each call does.
 
-    --comm names how the group sums: by gloo or NCCL, or in one of the ways of ladder/ranks/meeting.py.
+    --comm names how the group sums: by gloo or NCCL, or in one of the ways of ladder/ranks/collectives.py.
     """
 
     def __init__(self, config, shares, group):

@@ -210,7 +210,7 @@ def convert_tokenizer(folder, tokenizer):
 def main(argv=None):
     p = flags.Parser(__doc__)
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of ours, e.g. demo")
-    writing.add_output_flags(p, "hf/demo")
+    flags.add_output_flags(p, "hf/demo")
     flags.add_wiring_flags(p)
     args = p.parse_args(argv)
     own, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)

@@ -12,9 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from ladder.checkpoints.checkpoint import DTYPES, read_config
+from ladder.checkpoints.checkpoint import read_config
 from ladder.checkpoints.compare import TOKENIZER_FILES
-from ladder.command_line.flags import number
 from ladder.errors import InputError, first_line
 from model import build
 
@@ -104,14 +103,6 @@ def append_line(path, line):
 
 
 # ---- A checkpoint folder ---------------------------------------------------------------------------------------------
-
-
-def add_output_flags(parser, example):
-    """Add the flags of a script that writes a folder in another format."""
-    parser.add_argument("--out", metavar="DIR", required=True, help=f"the folder to write, e.g. {example}")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; default: their own")
-    size, words = number(float, 0, above=True), "GB of the largest file, about the memory needed"
-    parser.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=words)
 
 
 def read_original(folder):

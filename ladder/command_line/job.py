@@ -3,7 +3,6 @@
 import zlib
 
 from ladder.checkpoints.tokenizer import load_tokenizer
-from ladder.command_line import report
 from ladder.command_line.flags import (
     Parser,
     add_json_flag,
@@ -19,6 +18,7 @@ from ladder.command_line.flags import (
 )
 from ladder.command_line.prompts import add_prompt_flags, fit, is_chat, read_prompts
 from ladder.decoding.batch import Sampler
+from ladder.memory import warn_of_memory
 
 CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
 
@@ -77,7 +77,7 @@ class Job:
                 from ladder.decoding import drafts
 
                 self.draft_source = drafts.read_draft(args.draft, config, args.checkpoint)
-            report.warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)
+            warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)
         source = self.draft_source
         contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
         contents["--draft"] = source and (source.name, source.count)

@@ -10,7 +10,7 @@ from ladder.checkpoints import checkpoint
 from ladder.checkpoints.compare import check_vocabulary
 from ladder.decoding.speculative import Ngrams, SmallModel
 from ladder.errors import InputError
-from ladder.ranks.launch import World
+from ladder.ranks.world import World
 from model import Config
 
 
