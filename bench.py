@@ -22,9 +22,9 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
-from ladder import benchmarking
+from ladder import benchmarking, outputs
 from ladder.benchmarking import in_turns, pivot, quartiles
-from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import Sampler, make_cache
@@ -220,7 +220,7 @@ def main(argv=None):
     lines = measure(args, world)
     if world.rank == 0:
         for line in lines:
-            writing.append_line(args.json, line)
+            outputs.append_line(args.json, line)
         print(f"{tables(lines)}\n", flush=True)
         world.say(f"appended {len(lines)} lines to {args.json}")
 

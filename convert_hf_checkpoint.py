@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 import tp
+from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.checkpoints.compare import TOKENIZER_FILES
@@ -129,7 +130,7 @@ def main(argv=None):
     if tokenizer and (more := {name: i for name, i in tokenizer.ends.items() if i not in config.eos_ids}):
         print(f"a text also ends at {', '.join(more)}, which the tokenizer has and config.json does not name")
         config = dataclasses.replace(config, eos_ids=(*config.eos_ids, *more.values()))
-    with writing.new_folder(args.out) as out:
+    with outputs.new_folder(args.out) as out:
         if args.tokenizer:
             name = "tokenizer.json" if args.tokenizer.endswith(".json") else "tokenizer.model"
             shutil.copyfile(args.tokenizer, out / name)

@@ -24,8 +24,8 @@ import torch
 from extras.measure import results
 from extras.measure.exposed import replays
 from generate import Runner, load_model
+from ladder import outputs
 from ladder.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
-from ladder.checkpoints import writing
 from ladder.checkpoints.sizes import named_size
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
@@ -227,7 +227,7 @@ def main(argv=None):
         print(json.dumps(line), file=sys.stderr)
         lines.append(line)
         if args.json:
-            writing.append_line(args.json, line)
+            outputs.append_line(args.json, line)
     print(tables(lines))
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from ladder.checkpoints import writing
+from ladder import outputs
 from ladder.command_line import flags
 from ladder.command_line.flags import number
 from ladder.errors import InputError
@@ -62,7 +62,7 @@ def main(argv=None):
         print(f"[{left:.0f} s left] python {command}", file=sys.stderr, flush=True)
         if error := run(command, left) if left > 20 else "no time left":  # seconds, as any case needs
             print(f"failed: {error}", file=sys.stderr)
-            writing.append_line(args.json, {"case": command, "error": error})
+            outputs.append_line(args.json, {"case": command, "error": error})
 
 
 if __name__ == "__main__":

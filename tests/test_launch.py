@@ -166,6 +166,12 @@ launch.run(main)
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "-c: was stopped by SIGHUP\n")
 
 
+def test_a_process_alone_loads_nothing_of_what_several_ranks_take():
+    several = "{f'ladder.ranks.{name}' for name in ('meeting', 'watch', 'collectives', 'gloo', 'shared_memory')}"
+    done = run_source(f"launch.run(lambda: print(launch.join('cpu').alone, sys.modules.keys() & {several}))")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True set()\n", "")
+
+
 def test_a_reader_of_the_output_that_has_gone_is_no_error_to_speak_of():
     reader, pipe = os.pipe()
     os.close(reader)

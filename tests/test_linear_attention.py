@@ -16,7 +16,7 @@ from extras.measure import advise
 from generate import Runner
 from ladder.checkpoints import huggingface
 from ladder.checkpoints.sizes import RandomWeights, named_size
-from ladder.decoding.drafts import read_draft
+from ladder.command_line.draft_flag import read_draft
 from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import modules, skinny_gemm

@@ -12,8 +12,8 @@ import torch
 
 from extras.measure.clock import run_layers
 from extras.measure.link import Link
+from ladder import outputs
 from ladder.benchmarking import in_turns, quartiles, timed
-from ladder.checkpoints import writing
 from ladder.memory import weight_bytes
 from model import Config, SingleDevice, cache_slots
 from tp import TensorParallel
@@ -142,6 +142,6 @@ def profile(folder, world, name, step):
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
     path = Path(folder) / f"rank{world.rank}.json"
-    with writing.new_file(path) as unfinished:
+    with outputs.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))
     world.say(f"trace in {path}")

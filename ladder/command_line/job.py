@@ -3,6 +3,7 @@
 import zlib
 
 from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.command_line.draft_flag import read_draft
 from ladder.command_line.flags import (
     Parser,
     add_json_flag,
@@ -74,9 +75,7 @@ class Job:
                 world.say(f"--max-new-tokens {args.max_new_tokens}: {room}")
             self.draft_source = None
             if args.draft:
-                from ladder.decoding import drafts
-
-                self.draft_source = drafts.read_draft(args.draft, config, args.checkpoint)
+                self.draft_source = read_draft(args.draft, config, args.checkpoint)
             warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)
         source = self.draft_source
         contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}

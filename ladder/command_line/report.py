@@ -1,5 +1,6 @@
 """What a run took, for machines and for people."""
 
+from ladder import benchmarking, outputs
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.memory import peak_bytes, step_bytes
 
@@ -63,7 +64,4 @@ def summary(r):
 def append(path, result, world):
     """Append the result as a line of JSON, with what it was measured on; on rank 0, if there is a path."""
     if path and world.rank == 0:
-        from ladder import benchmarking
-        from ladder.checkpoints import writing
-
-        writing.append_line(path, benchmarking.environment(world) | result)
+        outputs.append_line(path, benchmarking.environment(world) | result)
