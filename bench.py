@@ -22,15 +22,17 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
-from ladder import benchmarking
+from ladder import benchmarking, outputs
 from ladder.benchmarking import in_turns, pivot, quartiles
-from ladder.checkpoints import checkpoint, writing
-from ladder.command_line import flags, report
+from ladder.checkpoints import checkpoint
+from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
+from ladder.memory import step_bytes
 from ladder.progress import progress
 from ladder.ranks import launch
+from ladder.ranks.world import local_rank_and_size, rank_and_size
 from model import rewired
 from tp import shard_plan
 
@@ -67,7 +69,7 @@ def make_cells(models, args, world):
 
     if world.tp_size > 1 and world.device.type == "cpu":  # the ranks of a machine share the work
         world.say(f"tp {world.tp_size}: compiling {len(cells)} cells ...")
-        local, size = launch.local_rank_and_size(world.rank, world.tp_size)
+        local, size = local_rank_and_size(world.rank, world.tp_size)
         for own in True, False:  # and then take from the machine's cache what the others compiled
             for cell in [cell for i, cell in enumerate(cells.values()) if (i % size == local) == own]:
                 compiling.compile_ahead(*cell)
@@ -102,7 +104,7 @@ def measure(args, world):
     made, lines = benchmarking.environment(world), []
     for (wiring, batch), runs in rounds.items():
         runner, ms = cells[wiring, batch][0], [1e3 * run.decode_s / (run.new_tokens - 1) for run in runs]
-        read = report.step_bytes(runner.model, runner.cache, args.prompt_length + args.new_tokens / 2)
+        read = step_bytes(runner.model, runner.cache, args.prompt_length + args.new_tokens / 2)
         lines.append({
             "model": name, "n_layers": config.n_layers, "quant": config.quant, "wiring": wiring, "batch": batch,
             "dtype": checkpoint.dtype_name(runner.model.dtype), "comm": args.comm, "compiled": not args.eager,
@@ -212,13 +214,13 @@ def main(argv=None):
             if code := start(tp, args, argv):
                 sys.exit(code)  # a rank has said why
         return
-    if launch.rank_and_size()[1] == 1:
+    if rank_and_size()[1] == 1:
         args.comm = "auto"  # a way to sum takes two ranks
     world = launch.join(args.device, vars(args))
     lines = measure(args, world)
     if world.rank == 0:
         for line in lines:
-            writing.append_line(args.json, line)
+            outputs.append_line(args.json, line)
         print(f"{tables(lines)}\n", flush=True)
         world.say(f"appended {len(lines)} lines to {args.json}")
 

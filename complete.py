@@ -10,6 +10,7 @@ from ladder.command_line.prompts import fit
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
 from ladder.ranks import launch
+from ladder.ranks.world import choose_device
 from model import rewired
 
 join = functools.cache(launch.join)  # ranks meet once, for all models
@@ -44,7 +45,7 @@ def complete(
         raise InputError("tokenizer is None: the checkpoint has none, so there is no text to complete")
     if isinstance(prompts, str) or not prompts or not all(prompts):
         raise InputError("prompts is one text, empty, or has an empty text: give a list of texts")
-    device = launch.choose_device(str(model.device))  # selects it, if it is a GPU
+    device = choose_device(str(model.device))  # selects it, if it is a GPU
     sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
     _, slots = fit(max_new_tokens, rows, model.config.max_seq_len)

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 import tp
+from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.checkpoints.compare import TOKENIZER_FILES
@@ -21,6 +22,7 @@ from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
 from ladder.ranks import launch
+from ladder.ranks.ending import out_of_memory
 
 
 def open_source(source, revision=None):
@@ -82,7 +84,7 @@ def convert(source, config, folder, dtype, shard_bytes):
             tensors += [source.read(n) for n in sources[name]]
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
         except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
-            if launch.out_of_memory(e):
+            if out_of_memory(e):
                 raise
             raise InputError(f"{names}: {first_line(e)}; the config makes it {shapes[name]}") from None
         if tensor.shape != shapes[name]:
@@ -107,7 +109,7 @@ def main(argv=None):
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
-    writing.add_output_flags(p, "checkpoints/1b")
+    flags.add_output_flags(p, "checkpoints/1b")
     flags.add_wiring_flags(p)
     args = p.parse_args(argv)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
@@ -128,7 +130,7 @@ def main(argv=None):
     if tokenizer and (more := {name: i for name, i in tokenizer.ends.items() if i not in config.eos_ids}):
         print(f"a text also ends at {', '.join(more)}, which the tokenizer has and config.json does not name")
         config = dataclasses.replace(config, eos_ids=(*config.eos_ids, *more.values()))
-    with writing.new_folder(args.out) as out:
+    with outputs.new_folder(args.out) as out:
         if args.tokenizer:
             name = "tokenizer.json" if args.tokenizer.endswith(".json") else "tokenizer.model"
             shutil.copyfile(args.tokenizer, out / name)

@@ -19,8 +19,8 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
-from ladder import benchmarking
-from ladder.checkpoints import checkpoint, writing
+from ladder import benchmarking, outputs
+from ladder.checkpoints import checkpoint
 from ladder.checkpoints.compare import check_vocabulary
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
@@ -150,7 +150,7 @@ def main(argv=None):
     }  # fmt: skip
     print(json.dumps(line))
     if args.json:
-        writing.append_line(args.json, line)
+        outputs.append_line(args.json, line)
     world.say(words)
 
 

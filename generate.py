@@ -39,6 +39,7 @@ from ladder.command_line.job import Job, parse_generation_flags
 from ladder.command_line.prompts import Printer, is_chat
 from ladder.decoding.batch import BUCKET, last_tokens, make_cache, pad
 from ladder.errors import InputError
+from ladder.memory import keep_freed_memory
 from ladder.progress import progress
 from ladder.ranks import launch
 from model import cache_slots
@@ -59,7 +60,7 @@ def load_model(config, folder, dtype, world):
     if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer; several lanes on a rank
         from ladder.lanes.lanes import load_lanes as load_weights
     if world.device.type == "cpu":
-        launch.keep_freed_memory()
+        keep_freed_memory()
     with world.together():  # raises an InputError of one rank on all of them
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)

@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.command_line import flags
 from ladder.errors import InputError
@@ -119,7 +120,7 @@ def main(argv=None):
     if not any(name.endswith("scales") for name in sizes):
         raise InputError(f"--keep {args.keep} leaves nothing to quantize")
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
-    with writing.new_folder(args.out) as folder:
+    with outputs.new_folder(args.out) as folder:
         writing.write_config(folder, new)
         writing.copy_tokenizer(args.checkpoint, folder)
         read = quantized(weights, new, args.iterations)

@@ -33,8 +33,8 @@ from model import VOCAB_BLOCK, Collectives, build, pad_logits
 class TensorParallel(Collectives):
     """The collectives that sum over the ranks of a process group; model.Collectives says what each call does.
 
-    --comm names how the group sums: by gloo or NCCL, or in one of the other ways in ladder/ranks/meeting.py. A way of
-    your own is an entry of COLLECTIVES there, a function that returns a process group.
+    --comm names how the group sums: by gloo or NCCL, or in one of the other ways in ladder/ranks/collectives.py. A way
+    of your own is an entry of COLLECTIVES there, a function that returns a process group.
     """
 
     def __init__(self, config, shares, group):

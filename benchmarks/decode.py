@@ -24,18 +24,19 @@ import torch
 from extras.measure import results
 from extras.measure.exposed import replays
 from generate import Runner, load_model
+from ladder import outputs
 from ladder.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
-from ladder.checkpoints import writing
 from ladder.checkpoints.sizes import named_size
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
-from ladder.command_line.report import step_bytes
 from ladder.decoding.batch import make_cache, pad
 from ladder.errors import InputError
+from ladder.memory import step_bytes
 from ladder.ranks import launch
+from ladder.ranks.world import World
 
 FILLED = 128  # slots of the cache before a decode step
-WORLD = launch.World(0, 1, torch.device("cpu"))
+WORLD = World(0, 1, torch.device("cpu"))
 # an engine's weights, behind the colon of its name: ours of as many bits
 OURS = {"": "ours", "int8": "ours:int8", "q8_0": "ours:int8", "int4": "ours:int4", "q4_0": "ours:int4"}
 KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens"}
@@ -226,7 +227,7 @@ def main(argv=None):
         print(json.dumps(line), file=sys.stderr)
         lines.append(line)
         if args.json:
-            writing.append_line(args.json, line)
+            outputs.append_line(args.json, line)
     print(tables(lines))
 
 

@@ -14,11 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-from ladder.checkpoints import writing
+from ladder import outputs
 from ladder.command_line import flags
 from ladder.command_line.flags import number
 from ladder.errors import InputError
 from ladder.ranks import launch
+from ladder.ranks.world import choose_device
 
 
 def cases(device, traces):
@@ -53,7 +54,7 @@ def main(argv=None):
     p.add_argument("--json", type=flags.appendable, required=True, metavar="FILE", help="append the lines to this file")
     p.add_argument("--traces", default="gpu-traces", metavar="DIR", help="traces of simulated steps")
     args = p.parse_args(argv)
-    device, end = str(launch.choose_device(args.device)), time.monotonic() + args.seconds
+    device, end = str(choose_device(args.device)), time.monotonic() + args.seconds
     if device == "cpu" and args.device != "cpu":
         raise InputError("there is no GPU: --device cpu tries the script")
     for command in cases(device, os.path.abspath(args.traces)):
@@ -61,7 +62,7 @@ def main(argv=None):
         print(f"[{left:.0f} s left] python {command}", file=sys.stderr, flush=True)
         if error := run(command, left) if left > 20 else "no time left":  # seconds, as any case needs
             print(f"failed: {error}", file=sys.stderr)
-            writing.append_line(args.json, {"case": command, "error": error})
+            outputs.append_line(args.json, {"case": command, "error": error})
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from ladder.command_line.report import free_bytes
 from ladder.kernels import compilers
 from ladder.kernels.huge_pages import empty_in_huge_pages
+from ladder.memory import free_bytes
 
 QUEUED = 8  # calls that a GPU is given at once
 SETTINGS = "NCCL_", "TORCH_NCCL_", "GLOO_", "ENABLE_INTRA_NODE_COMM", "ATEN_", "ONEDNN_", "MKL_"  # of the environment

@@ -15,7 +15,7 @@ class Progress:
     timed: bool = False  # whether no progress counts as a hang
     beats: int = 0  # how far this rank has come, in calls of at(): equal on all ranks that have come equally far
     busy: int = 0  # other signs of progress, of which some ranks have more
-    fixed = False  # no field, so not published: whether the phase stays as it is (ladder/kernels/compiling.py)
+    fixed = False  # no field, so not published: whether the phase stays as it is, in the block of during()
 
     def __str__(self):
         return self.phase if self.step is None else f"{self.phase} {self.step}"
@@ -29,6 +29,17 @@ class Progress:
         self.beats += 1
         if not self.fixed:
             self.phase, self.step, self.timed = phase, step, timed
+
+    @contextlib.contextmanager
+    def during(self, phase):
+        """Stay in a phase that may take any time, whatever the block notes, and then return to where this rank was."""
+        before = self.fixed, self.phase, self.step, self.timed
+        self.fixed, self.phase, self.step, self.timed = True, phase, None, False
+        try:
+            yield
+        finally:
+            self.fixed, self.phase, self.step, self.timed = before
+            self.beat()  # perhaps of one rank alone
 
     @contextlib.contextmanager
     def doing(self, phase, step=None):

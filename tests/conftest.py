@@ -20,7 +20,8 @@ from helpers import BASE, random_model, stop_ranks, train_tokenizer, write_model
 
 from ladder.errors import InputError
 from ladder.kernels.cpu import skinny_gemm
-from ladder.ranks import launch, shared_memory
+from ladder.ranks import shared_memory
+from ladder.ranks.world import World
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def fake_world():
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             dist.init_process_group("fake", rank=rank, world_size=tp_size, store=FakeStore())
-        return launch.World(rank, tp_size, torch.device("cpu"), dist.group.WORLD)
+        return World(rank, tp_size, torch.device("cpu"), dist.group.WORLD)
 
     yield make
     if dist.is_initialized():

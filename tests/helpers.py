@@ -27,7 +27,10 @@ from ladder.checkpoints import writing
 from ladder.decoding.batch import make_cache
 from ladder.kernels import compilers
 from ladder.lanes import wirings
-from ladder.ranks import gloo, launch, meeting
+from ladder.ranks import gloo, launch
+from ladder.ranks.collectives import connect_auto
+from ladder.ranks.meeting import JoinedWorld
+from ladder.ranks.world import World
 from model import Config, Transformer, all_wirings, attend, find_wiring, list_sublayers, residual_loop
 
 ROOT = Path(__file__).parent.parent
@@ -272,7 +275,7 @@ def run_ranks(ranks, function, *args, timeout=HANGS):
     """
     shares = (1,) * ranks if isinstance(ranks, int) else ranks
     if len(shares) == 1:
-        return [function(launch.World(0, 1, torch.device("cpu")), *args)]
+        return [function(World(0, 1, torch.device("cpu")), *args)]
     if not _ranks:
         port, context = free_port(), multiprocessing.get_context("forkserver")  # its server imports once, for all ranks
         context.set_forkserver_preload(["torch", "torch._dynamo", "torch._inductor.compile_fx"])
@@ -306,13 +309,13 @@ def _join(rank, port):
     _worlds[RANKS], before = launch.join("cpu"), gloo.threads()
     for size in range(2, RANKS):
         group = dist.new_group(range(size))
-        _worlds[size] = meeting.World(rank, size, torch.device("cpu"))
+        _worlds[size] = JoinedWorld(rank, size, torch.device("cpu"))
         _worlds[size].dist_group = group
     gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
     for size in range(max(2, rank + 1), RANKS):
         world = _worlds[size]
         world.nodes, world.group = _worlds[RANKS].nodes[:size], world.dist_group
-        world.group = meeting.connect_auto(world)
+        world.group = connect_auto(world)
 
 
 def _call(work):
@@ -331,7 +334,8 @@ def call_main(world, main, args):
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         m.setattr(launch, "join", lambda device, flags=None: world)
-        m.setattr(launch, "rank_and_size", lambda: (world.rank, world.tp_size))
+        m.setenv("RANK", str(world.rank))
+        m.setenv("WORLD_SIZE", str(world.tp_size))
         main(args)
     return out.getvalue(), err.getvalue()
 

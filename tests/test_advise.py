@@ -12,8 +12,8 @@ from extras.measure.advise import Machine, Times
 from extras.measure.clock import variants
 from extras.measure.link import LINKS
 from ladder.checkpoints.sizes import SIZES, RandomWeights
-from ladder.command_line import report
 from ladder.errors import InputError
+from ladder.memory import step_bytes
 from model import WIRINGS, all_wirings, find_wiring
 from tp import load_shard
 
@@ -110,7 +110,7 @@ def test_the_work_is_that_of_the_largest_shard(tp_size, changes):
         layer = net.layers[0]
         mlp, products = counted_mlp(layer.feed_forward, batch)
         rest = sum(p.nbytes for p in net.output.parameters()) + net.norm.weight.nbytes
-        whole = report.step_bytes(net, cache, context)
+        whole = step_bytes(net, cache, context)
         heads = layer.attention.wo.in_features // H
         flops = 4 * batch * context * heads * H + 2 * batch * 64 * (layer.attention.wqkv.out_features + heads * H)
         counted["attention"].append(((whole - rest) / 2 - norms - mlp, flops))

@@ -19,7 +19,7 @@ from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
-from ladder.ranks import launch
+from ladder.ranks.world import World
 from model import rewired
 
 WIRINGS = ["standard", "ladder", "parallel-ladder", "spd", "upper-bound"]
@@ -63,7 +63,7 @@ def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny)
 
 def test_wirings_share_one_set_of_weights(tiny):
     names = ["parallel", "standard", "spd/2"]
-    args, world = bench.parse(cell_flags(tiny, "--wiring", *names)), launch.World(0, 1, torch.device("cpu"))
+    args, world = bench.parse(cell_flags(tiny, "--wiring", *names)), World(0, 1, torch.device("cpu"))
     models = bench.load_models(flags.read_config(args)[1], names, args, world)
     assert [(name, model.config.wiring) for name, model in models.items()] == [(name, name) for name in names]
     firsts = [getattr(model, "lanes", [model])[0] for model in models.values()]

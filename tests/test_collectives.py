@@ -20,8 +20,8 @@ from helpers import HANGS, ROOT, free_port, run_ranks
 from extras.measure import link
 from ladder.errors import InputError
 from ladder.ranks import one_shot, shared_memory
-from ladder.ranks.launch import World
-from ladder.ranks.meeting import connect_auto
+from ladder.ranks.collectives import connect_auto
+from ladder.ranks.world import World
 
 OPS = torch.ops._c10d_functional
 SLOTS, SLOT = 4, 256  # bytes: small ones, so that small messages have many pieces

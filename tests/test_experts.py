@@ -24,14 +24,15 @@ from extras.measure import exposed, link
 from generate import Runner
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.sizes import RandomWeights, named_size
-from ladder.command_line import report
 from ladder.decoding.batch import pad
 from ladder.errors import InputError
 from ladder.kernels import int_linear
 from ladder.kernels.cpu import skinny_gemm
 from ladder.layers import experts
 from ladder.layers.mixture import MoE
-from ladder.ranks import launch, meeting
+from ladder.memory import step_bytes
+from ladder.ranks.collectives import collective
+from ladder.ranks.world import World
 from model import rewired
 
 MIXTURE = dataclasses.replace(
@@ -114,7 +115,7 @@ def test_ranks_compute_the_same(ranks, compile, splits):
 def stream_of(world, name, steps):
     """The sums of different partials, as a model's stream would have them."""
     world.group = world.dist_group or dist.group.WORLD
-    world.group = meeting.collective(name)(world)
+    world.group = collective(name)(world)
     comm = tp.TensorParallel(BASE, world.shares, world.group)
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.zeros(3, 4096, dtype=torch.bfloat16)
@@ -160,13 +161,13 @@ def test_farskip_has_other_shards_than_a_ladder(tmp_path):
 
 def test_a_step_reads_the_experts_that_its_tokens_choose():
     net, c = random_model(MIXTURE), MIXTURE
-    one, three, drafted = (report.step_bytes(net, net.new_cache(n, 8), 0, more) for n, more in [(1, 0), (3, 0), (1, 2)])
+    one, three, drafted = (step_bytes(net, net.new_cache(n, 8), 0, more) for n, more in [(1, 0), (3, 0), (1, 2)])
     more = (c.n_layers - 1) * c.n_experts * 3 * c.dim * c.expert_size * 4 * ((1 - 0.6**3) - 0.4)
     assert three == drafted == pytest.approx(one + more)
 
 
 def test_a_limit_counts_the_experts_that_its_tokens_choose():
-    world = link.emulate(launch.World(0, 1, torch.device("cpu")), link.FREE, 2)
+    world = link.emulate(World(0, 1, torch.device("cpu")), link.FREE, 2)
     net = tp.load_shard(MIXTURE, RandomWeights(MIXTURE, "cpu"), torch.float32, "cpu", 0, (1, 1))
     net.comm = tp.TensorParallel(MIXTURE, (1, 1), world.group)
     runner, prompts = Runner(net, net.new_cache(2, 8)), pad([[5, 6], [7]], "cpu")

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import convert_hf_checkpoint
 import tp
 from extras.export import to_hf, verify
-from ladder.checkpoints import checkpoint, huggingface, writing
+from ladder import outputs
+from ladder.checkpoints import checkpoint, huggingface
 from ladder.checkpoints.compare import check_vocabulary
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.errors import InputError
@@ -44,7 +45,7 @@ def write(folder, **changes):
     """Write a random checkpoint at folder / "ours" and export it; returns (our model, the exported folder)."""
     config = dataclasses.replace(BASE, **changes)
     net = random_model(config)
-    with writing.new_folder(folder / "ours") as out:
+    with outputs.new_folder(folder / "ours") as out:
         write_model(out, config, net.state_dict(), torch.float32)
     to_hf.main([str(folder / "ours"), "--out", str(folder / "hf")])
     return net, folder / "hf"

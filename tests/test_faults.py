@@ -25,7 +25,7 @@ import torch
 from faults import IMPORTS, PHASES
 from helpers import ROOT, command, random_model, train_tokenizer, write_model
 
-from ladder.ranks.meeting import COLLECTIVES
+from ladder.ranks.collectives import COLLECTIVES
 from model import Config
 
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the LADDER_TIMEOUT of a stall

@@ -32,7 +32,7 @@ from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line.prompts import read_prompts
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
-from ladder.ranks import launch
+from ladder.ranks.world import World
 
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -476,7 +476,7 @@ def test_an_overflow_of_float16_is_named(tmp_path):
     flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
     with pytest.raises(InputError, match="row 0 in step 0 .*--dtype"):
         generate.main(["--checkpoint", str(tmp_path), *flags])
-    model = generate.load_model(BASE, str(tmp_path), "float16", launch.World(0, 1, torch.device("cpu")))
+    model = generate.load_model(BASE, str(tmp_path), "float16", World(0, 1, torch.device("cpu")))
     with pytest.raises(InputError, match="loss of nan .* in float16: .*--dtype"):
         eval.checked(torch.nan, str(tmp_path), model)
     assert eval.checked(1.5, str(tmp_path), model) == 1.5

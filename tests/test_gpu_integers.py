@@ -11,7 +11,7 @@ import generate
 from ladder.checkpoints import checkpoint, sizes
 from ladder.kernels import int_linear, table
 from ladder.kernels.gpu.integers import MANY, unpacked, use_int4
-from ladder.ranks.launch import World
+from ladder.ranks.world import World
 
 
 # a part of a tile, whole tiles, some and a part; sums in 7 parts, some of them empty, and in one

@@ -16,7 +16,7 @@ from generate import Runner
 from ladder.benchmarking import timed
 from ladder.checkpoints.sizes import RandomWeights
 from ladder.decoding.batch import make_cache
-from ladder.ranks.launch import World
+from ladder.ranks.world import World
 from tp import TensorParallel, load_shard
 
 

@@ -1,6 +1,8 @@
 """How a run starts and ends: ranks that were started unlike, signals, exit codes, the line that says why."""
 
 import argparse
+import collections
+import functools
 import json
 import os
 import pickle
@@ -17,8 +19,9 @@ from ladder.command_line import flags
 from ladder.errors import InputError, Verdict
 from ladder.kernels import compiling
 from ladder.progress import Progress, progress
-from ladder.ranks import launch, meeting
-from ladder.ranks.launch import Terminated
+from ladder.ranks import ending, meeting, store
+from ladder.ranks.ending import Terminated
+from ladder.ranks.meeting import JoinedWorld
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +32,7 @@ def here(monkeypatch):
 def test_places_in_words_and_blocks_that_hold_them():
     progress.at("load of", "norm.weight")
     assert str(progress) == "load of norm.weight" and progress.timed
-    with compiling.during("compilation"):
+    with progress.during("compilation"):
         progress.at("decode step", 1)
         assert str(progress) == "compilation" and not progress.timed and progress.beats == 2
     assert str(progress) == "load of norm.weight" and progress.timed
@@ -71,18 +74,18 @@ def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():
 ])  # fmt: skip
 def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, capsys):
     undone = []
-    monkeypatch.setattr(launch, "at_end", [lambda: 1 / 0, lambda: undone.append(1)])  # the first fails
+    monkeypatch.setattr(ending, "at_end", [lambda: 1 / 0, lambda: undone.append(1)])  # the first fails
     monkeypatch.setattr(sys, "argv", ["/some/where/x.py"])
     with pytest.raises(SystemExit) as end:
-        launch.leave(error)
+        ending.leave(error)
     assert (end.value.code, capsys.readouterr().err, undone) == (code, line, [1])
 
 
 def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_path):
-    store = dist.HashStore()
-    kept = meeting.functools.cache(lambda: store)
-    kept()
-    monkeypatch.setattr(meeting, "store", kept)
+    shared = dist.HashStore()
+    connected = functools.cache(lambda: shared)
+    connected()
+    monkeypatch.setattr(store, "torchrun_store", connected)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "argv", ["x.py"])
 
@@ -92,7 +95,7 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}"))
         monkeypatch.delenv("GROUP_RANK", raising=False) if node is None else monkeypatch.setenv("GROUP_RANK", node)
         with pytest.raises(SystemExit) as end:
-            launch.leave(error)
+            ending.leave(error)
         assert capsys.readouterr().err.count("wrong") == (rank == 1)
         return end.value.code
 
@@ -101,10 +104,10 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_
     assert [leave(1, wrong, "0"), leave(0, wrong, "0"), leave(2, wrong, "1")] == [2, 0, 2]
     told = json.loads((tmp_path / "1").read_text())["message"]
     assert told["message"] == "x.py: wrong" and int(told["extraInfo"]["timestamp"]) < int(time.time())
-    store.delete_key("ended")
+    shared.delete_key("ended")
     assert [leave(1, wrong, "0"), leave(0, wrong, None), leave(2, Terminated("SIGTERM"), None)] == [2] * 3
     with pytest.raises(SystemExit) as end:
-        meeting.World(0, 3, torch.device("cpu")).gather(1)  # rather than wait for ranks that have left
+        JoinedWorld(0, 3, torch.device("cpu")).gather(1)  # rather than wait for ranks that have left
     assert end.value.code == 2
 
 
@@ -113,20 +116,20 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    store = dist.HashStore()
-    monkeypatch.setattr(meeting, "store", lambda: store)
-    monkeypatch.setattr(meeting, "_gathers", meeting.collections.Counter())
-    world = meeting.World(0, 2, torch.device("cpu"))
+    shared = dist.HashStore()
+    monkeypatch.setattr(store, "torchrun_store", lambda: shared)
+    monkeypatch.setattr(store, "_gathers", collections.Counter())
+    world = JoinedWorld(0, 2, torch.device("cpu"))
     for n, text in enumerate([pickle.dumps(Stranger()), "", b"\xff", "5", '{"a": 1}', "[" * 100_000], start=1):
-        store.set(f"gathered 2 {n} 1", text)
+        shared.set(f"gathered 2 {n} 1", text)
         with pytest.raises(InputError, match=f"^another program has written 'gathered 2 {n} 1' to this run's store"):
             world.gather((1, "a"))
     assert not (tmp_path / "ran").exists()
     for n, text in enumerate(["null", '{"a": [1]}', '{"b": null}'], start=7):
-        store.set(f"gathered 2 {n} 1", text)
+        shared.set(f"gathered 2 {n} 1", text)
         with pytest.raises(InputError, match="not started alike"):
             world.agree({"a": 1})
-    store.set("gathered 2 10 1", '[1, "b", null, 0.1, {"c": []}]')
+    shared.set("gathered 2 10 1", '[1, "b", null, 0.1, {"c": []}]')
     assert world.gather((1, "a")) == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
 
 
@@ -161,6 +164,12 @@ launch.run(main)
 """
     done = run_source(source)
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "-c: was stopped by SIGHUP\n")
+
+
+def test_a_process_alone_loads_nothing_of_what_several_ranks_take():
+    several = "{f'ladder.ranks.{name}' for name in ('meeting', 'watch', 'collectives', 'gloo', 'shared_memory')}"
+    done = run_source(f"launch.run(lambda: print(launch.join('cpu').alone, sys.modules.keys() & {several}))")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True set()\n", "")
 
 
 def test_a_reader_of_the_output_that_has_gone_is_no_error_to_speak_of():
@@ -206,7 +215,7 @@ def test_one_rank_prints_the_help(monkeypatch, capsys):
 
 
 def test_each_difference_is_named():
-    world, own = meeting.World(0, 3, torch.device("cpu")), {"the script": "x.py", "--seed": "1"}
+    world, own = JoinedWorld(0, 3, torch.device("cpu")), {"the script": "x.py", "--seed": "1"}
     world.gather = lambda value: [own] * 3
     world.agree(own)
     world.gather = lambda value: [own, own, {"the script": "x.py", "--prompt": "x" * 100}]

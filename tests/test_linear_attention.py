@@ -16,13 +16,13 @@ from extras.measure import advise
 from generate import Runner
 from ladder.checkpoints import huggingface
 from ladder.checkpoints.sizes import RandomWeights, named_size
-from ladder.command_line import report
-from ladder.decoding.drafts import read_draft
+from ladder.command_line.draft_flag import read_draft
 from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import modules, skinny_gemm
 from ladder.lanes.lanes import load_lanes
 from ladder.layers.linear_attention import gated_delta_rule, normalized
+from ladder.memory import step_bytes
 from model import build
 from tp import load_shard, shard_plan
 
@@ -233,8 +233,8 @@ def test_bytes_of_a_step_and_of_the_advisor():
     cache = net.new_cache(2, 9)
     attention = [sum(p.nbytes for n, p in b.attention.named_parameters() if "norm" not in n) for b in net.layers]
     caches = [sum(tensor.nbytes for tensor in layer) for layer in cache]
-    assert report.step_bytes(net, cache, 3) - report.step_bytes(net, cache, 0) == caches[3] // 3
-    assert report.step_bytes(net, cache, 0) >= sum(p.nbytes for p in net.layers.parameters()) + sum(caches[:3])
+    assert step_bytes(net, cache, 3) - step_bytes(net, cache, 0) == caches[3] // 3
+    assert step_bytes(net, cache, 0) >= sum(p.nbytes for p in net.layers.parameters()) + sum(caches[:3])
     work = advise.decode_work(config, torch.bfloat16, 1, 2, 9)
     assert work["attention"].n_bytes == (sum(attention) + sum(caches)) / 4
 

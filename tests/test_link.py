@@ -24,7 +24,9 @@ from ladder import benchmarking
 from ladder.decoding.batch import Sampler, pad
 from ladder.errors import InputError
 from ladder.lanes import wirings
-from ladder.ranks import gloo, launch, meeting
+from ladder.ranks import gloo, launch
+from ladder.ranks.meeting import JoinedWorld
+from ladder.ranks.world import World
 from model import interleave, list_sublayers
 
 CPU = torch.device("cpu")
@@ -48,14 +50,14 @@ def test_seconds_of_named_links_and_numbers():
 
 
 def test_a_world_over_a_link():
-    alone = launch.World(0, 1, CPU)
+    alone = World(0, 1, CPU)
     eight = link.emulate(alone, link.LINKS["pcie"], 8)
     assert (eight.rank, eight.tp_size, eight.simulated, eight.alone) == (0, 8, True, True)
     assert eight.group.link == link.LINKS["pcie"] and eight.group.inner is None
-    real = meeting.World(1, 2, CPU, dist.group)
+    real = JoinedWorld(1, 2, CPU, dist.group)
     two = link.emulate(real, link.FREE)
     assert (two.rank, two.tp_size, two.simulated) == (1, 2, False) and two.group.inner is dist.group
-    assert link.emulate(meeting.World(1, 2, CPU, dist.group, shares=(3, 1)), link.FREE).shares == (3, 1)
+    assert link.emulate(JoinedWorld(1, 2, CPU, dist.group, shares=(3, 1)), link.FREE).shares == (3, 1)
     assert (eight.shares, two.shares) == ((1,) * 8, (1, 1))
     with pytest.raises(InputError, match="a link needs two or more ranks, started with torchrun, or --simulate-tp"):
         link.emulate(alone, link.FREE)
@@ -186,7 +188,7 @@ def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
 
 
 def test_sublayers_share_the_time_by_the_bytes_of_their_weights():
-    world = link.emulate(launch.World(0, 1, CPU), link.FREE, 2)
+    world = link.emulate(World(0, 1, CPU), link.FREE, 2)
     net, prompts = shard(BASE, world), pad([[5, 6], [7]], CPU)
     runner, blocks = Runner(net, net.new_cache(2, 8)), [*net.layers]
     attention, feed_forward, output = (
@@ -236,7 +238,7 @@ def test_measuring_sublayers_that_only_sleep(clock, changes, monkeypatch):
     config = dataclasses.replace(BASE, **changes)
     nap, latency, x = 0.004, 0.01, torch.zeros(2)
     group = link.LinkedGroup(None, link.Link("x", 1e6 * latency, None), 0, 8, CPU)
-    world = launch.World(0, 8, CPU, group)
+    world = World(0, 8, CPU, group)
     sleep, norm = lambda *_: clock.sleep(nap) or torch.zeros(2), lambda x: x
     block = SimpleNamespace(attention=sleep, feed_forward=sleep, attention_norm=norm, ffn_norm=norm)
     sleeps, naps = list_sublayers(config, [block] * config.n_layers), []
@@ -271,7 +273,7 @@ def test_the_models_own_collective_is_timed(clock):
 
     config = dataclasses.replace(BASE, wiring="upper-bound")
     group = link.LinkedGroup(None, link.Link("x", 0.0, 16.0), 0, 2, CPU)
-    world = launch.World(0, 2, CPU, group)
+    world = World(0, 2, CPU, group)
     for comm, wanted in (tp.TensorParallel, 0.004), (Quarter, 0.002):
         steps = lambda: None, lambda: None  # noqa: E731
         case = exposed.Case(config, *steps, comm(config, (1, 1), group), torch.zeros(2_000_000), group.link, ())

@@ -7,10 +7,10 @@ import torch
 from helpers import BASE, YARN
 
 import generate
+from ladder import memory
 from ladder.checkpoints import sizes
-from ladder.command_line import report
 from ladder.decoding.batch import make_cache
-from ladder.ranks import launch
+from ladder.ranks.world import World
 from tp import load_shard
 
 CPU = torch.device("cpu")
@@ -36,25 +36,25 @@ def test_a_run_that_does_not_fit_is_said_in_a_line_of_the_rank(changes, dtype, m
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(shares)))
         for missing in 0, 1:  # bytes of the memory that the ranks of a machine share
             free = (sum(weights) + sum(cache) - missing + 0.1) * sum(shares) / shares[rank]
-            monkeypatch.setattr(report, "free_bytes", lambda device, free=free: free)
-            report.warn_of_memory(launch.World(rank, len(shares), CPU, shares=shares), config, dtype, 3, 25)
+            monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+            memory.warn_of_memory(World(rank, len(shares), CPU, shares=shares), config, dtype, 3, 25)
             assert capsys.readouterr().err.count(f"weights and cache of rank {rank} may not fit: ") == missing
 
 
 @pytest.mark.parametrize("tp_size, speakers", [(3, [0]), (5, [0]), (7, [*range(7)]), (10, [0])])
 def test_of_equal_ranks_one_says_it_if_it_has_the_largest_part(tp_size, speakers, monkeypatch, capsys):
     """Of 5 KV heads, 7 ranks share some."""
-    monkeypatch.setattr(report, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
     said = []
     for rank in range(tp_size):
-        report.warn_of_memory(launch.World(rank, tp_size, CPU), SMALL, torch.float32, 3, 25)
+        memory.warn_of_memory(World(rank, tp_size, CPU), SMALL, torch.float32, 3, 25)
         said += [rank] * ("may not fit" in capsys.readouterr().err)
     assert said == speakers
 
 
 def test_generate_warns_before_it_loads_and_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(generate, "load_model", lambda *_: 1 / 0)
-    monkeypatch.setattr(report, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
     for flags, expected in (
         ("--model 405b --prompt-length 10", "about 811."),
         ("--model 1b --prompt-length 100 --batch 4096 --max-new-tokens 100", "29.3"),

@@ -28,6 +28,7 @@ import tp
 from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.ranks import launch, meeting, watch
+from ladder.ranks.world import choose_device
 from model import VOCAB_BLOCK
 
 UNEVEN = {"n_heads": 15, "n_kv_heads": 5, "intermediate_size": 101, "vocab_size": 130}
@@ -277,13 +278,13 @@ def test_the_device_of_a_rank(gpus, n_ranks, asked, device, monkeypatch, capsys)
     error = device is None or " " in device
     with pytest.raises(InputError, match=words) if error else contextlib.nullcontext():
         flag = None if asked in ("slice", "old driver") else asked
-        assert str(launch.choose_device(flag, *rank_and_size, own_gpu=gpus == "its own")) == device
+        assert str(choose_device(flag, *rank_and_size, own_gpu=gpus == "its own")) == device
     assert capsys.readouterr().err == ""  # rank 0 says it
 
 
 def test_gpus_that_are_not_used_are_said_by_one_rank(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert str(launch.choose_device(None, 0, 2)) == "cpu"
+    assert str(choose_device(None, 0, 2)) == "cpu"
     words = f"running on the CPU: PyTorch {torch.__version__} sees 1 GPUs for 2 ranks here; each rank needs one\n"
     assert capsys.readouterr().err == words
 
@@ -292,12 +293,13 @@ def test_gpus_that_are_not_used_are_said_by_one_rank(monkeypatch, capsys):
 def test_ranks_that_each_see_one_gpu_use_it_if_these_differ(gpus, device, monkeypatch):
     """As where a job gives each task a GPU: the last of two ranks, by the UUIDs that they see."""
     every = [one.split(",") if one else [] for one in gpus.split(" ")]
-    monkeypatch.setattr(launch, "rank_and_size", lambda: (1, 2))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(meeting, "visible_gpus", lambda device: every[1])
-    monkeypatch.setattr(watch, "Watch", Mock())
+    monkeypatch.setattr(watch, "start", Mock())
     monkeypatch.setattr(launch, "watch", None)  # and afterwards, too
     monkeypatch.setattr(meeting, "store", Mock())
-    monkeypatch.setattr(meeting.World, "gather", lambda self, value: [" ".join(each) for each in every])
+    monkeypatch.setattr(meeting.JoinedWorld, "gather", lambda self, value: [" ".join(each) for each in every])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")

@@ -23,7 +23,7 @@ from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from ladder.errors import InputError
 from ladder.lanes.lanes import load_lanes
-from ladder.ranks import launch
+from ladder.ranks import ending, launch
 from model import rewired
 
 # Documents, tokens, windows
@@ -373,7 +373,7 @@ def test_a_full_disk_is_one_clear_line(fresh, monkeypatch):
         adapt.main(fresh)
 
 
-@pytest.mark.parametrize("signal", [KeyboardInterrupt(), launch.Terminated("SIGTERM")])
+@pytest.mark.parametrize("signal", [KeyboardInterrupt(), ending.Terminated("SIGTERM")])
 def test_a_signal_while_it_saves_is_no_write_error(signal, fresh, monkeypatch):
     def save(*args, **kwargs):
         raise sharding.dcp.api.CheckpointException("", {0: (signal, None)})

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ladder.errors import InputError, Verdict
-from ladder.kernels import compiling
 from ladder.progress import Progress, progress
-from ladder.ranks import launch, meeting, watch
+from ladder.ranks import ending, store, watch
 
 
 class Ended(Exception):
@@ -54,7 +53,7 @@ class Alone(watch.Watch):
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     monkeypatch.setattr(progress, "__dict__", vars(Progress("decode step", 7, timed=True)))
-    monkeypatch.setattr(launch, "at_end", [])
+    monkeypatch.setattr(ending, "at_end", [])
 
 
 def test_a_rank_without_a_sign_of_life_ends_the_run():
@@ -64,7 +63,7 @@ def test_a_rank_without_a_sign_of_life_ends_the_run():
     line = "rank 1 and rank 2 of 3 hang in decode step 7: no sign of life for 3 s (LADDER_TIMEOUT)"
     w.processes = {1: -1}
     assert w.ticks_until_the_end() == (4, line)
-    [kill] = launch.at_end  # the one of this node, which hears no other signal
+    [kill] = ending.at_end  # the one of this node, which hears no other signal
     assert (kill.func, *kill.args) == (watch.kill, -1, w.torchrun)
     w = Alone(3)
     progress.at("load of", "norm.weight")
@@ -104,7 +103,7 @@ def test_progress_an_untimed_phase_and_computing_keep_a_run_going():
 
 
 def test_a_rank_that_compiles_anew_is_not_taken_to_be_further_than_the_others():
-    with compiling.during("compilation"):
+    with progress.during("compilation"):
         progress.at("prefill")
     assert (progress.beats, progress.busy) == (1, 1)
 
@@ -168,12 +167,12 @@ def test_what_a_stranger_writes_to_the_store_is_ignored(text, monkeypatch):
     for key in "place 1", "ended":
         w.store.set(key, text)
     w._tick()
-    assert w.seen[1].phase == "prefill" and w.silent == [0, 1] and meeting.ended(w.store) is None
-    store = functools.cache(lambda: w.store)
-    store()
-    monkeypatch.setattr(meeting, "store", store)
-    assert meeting.leave_first(2, 1, None) == (2, True)  # and the others hear of it
-    assert meeting.leave_first(0, 0, None)[0] in (0, 2) and meeting.ended(w.store) == 2
+    assert w.seen[1].phase == "prefill" and w.silent == [0, 1] and store.ended(w.store) is None
+    connected = functools.cache(lambda: w.store)
+    connected()
+    monkeypatch.setattr(store, "torchrun_store", connected)
+    assert store.leave_first(2, 1, None) == (2, True)  # and the others hear of it
+    assert store.leave_first(0, 0, None)[0] in (0, 2) and store.ended(w.store) == 2
 
 
 def test_what_happens_on_another_node_is_said_of_its_torchrun_and_by_the_connection(monkeypatch):
@@ -203,7 +202,7 @@ def test_a_rank_that_does_not_start_and_a_store_that_does_not_answer_end_the_run
 
 def test_a_rank_whose_main_thread_cannot_end_it_is_ended_by_its_watch(monkeypatch):
     w, calls = Alone(), []
-    monkeypatch.setattr(launch, "leave", calls.append)
+    monkeypatch.setattr(ending, "leave", calls.append)
     monkeypatch.setattr(watch, "GRACE", 0)
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace(memory_abandon=lambda: calls.append("abandon")))
     monkeypatch.setattr(os, "kill", lambda process, number: calls.append((process == os.getpid(), number)))

@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 import quantize
+from ladder import outputs
 from ladder.checkpoints import writing
 from ladder.errors import InputError
 
@@ -24,11 +25,11 @@ def names(folder):
 def append(out):
     """Append 20 lines, some long, as scripts with --json do; lines that are there already are not repeated."""
     for i in range(out.read_bytes().count(b"\n") if out.exists() else 0, 20):
-        writing.append_line(out, {"i": i, "text": "x" * (1000 + 15000 * i)})
+        outputs.append_line(out, {"i": i, "text": "x" * (1000 + 15000 * i)})
 
 
 def figure(out):
-    with writing.new_file(out) as unfinished:
+    with outputs.new_file(out) as unfinished:
         unfinished.write_text("figure")
 
 
@@ -115,7 +116,7 @@ def test_a_folder_of_somebody_else_stays(tmp_path):
 
 
 def test_the_second_of_two_writers_is_told_at_once(writers, tmp_path):
-    with writing.reserved(tmp_path / "out") as folder:
+    with outputs.reserved(tmp_path / "out") as folder:
         (folder / "part").write_text("")
         for name in "quantize", "file":
             with pytest.raises(InputError, match="out is being written by another process$"):
@@ -129,13 +130,13 @@ def test_names_that_cannot_be_had(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"^[^\n]*(already exists|cannot write)[^\n]*$"), writing.new_folder(name):
+    with pytest.raises(InputError, match=r"^[^\n]*(already exists|cannot write)[^\n]*$"), outputs.new_folder(name):
         pytest.fail("it began")
     assert names(tmp_path) == ["file", "loop"]
 
 
 def test_an_error_of_the_system_names_the_output_and_the_file(tmp_path):
-    with pytest.raises(InputError, match="^cannot write .*out: .*source"), writing.new_folder(tmp_path / "out"):
+    with pytest.raises(InputError, match="^cannot write .*out: .*source"), outputs.new_folder(tmp_path / "out"):
         (tmp_path / "source").read_bytes()
     assert names(tmp_path) == []
 
@@ -165,7 +166,7 @@ def test_a_disk_that_is_full_is_one_clear_line(name, size, writers, tmp_path):
 def test_a_line_starts_on_its_own_whatever_was_cut_off(tmp_path):
     for i, before in enumerate(['{"a": 1}\n{"b": [1, ', '{"a": 1}\n', ""]):
         (path := tmp_path / f"{i}.jsonl").write_text(before)
-        writing.append_line(path, {"z": 0})
+        outputs.append_line(path, {"z": 0})
         assert path.read_text().splitlines() == [*before.splitlines(), '{"z": 0}']
 
 
@@ -176,7 +177,7 @@ def test_many_append_at_the_same_time(tmp_path):
             children.append(child)
             continue
         for j in range(30):
-            writing.append_line(path, {"from": i, "line": j, "text": "x" * 20_000})
+            outputs.append_line(path, {"from": i, "line": j, "text": "x" * 20_000})
         os._exit(0)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -10,6 +10,7 @@ import math
 import shutil
 from pathlib import Path
 
+from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.checkpoints.families import FAMILIES
@@ -210,7 +211,7 @@ def convert_tokenizer(folder, tokenizer):
 def main(argv=None):
     p = flags.Parser(__doc__)
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of ours, e.g. demo")
-    writing.add_output_flags(p, "hf/demo")
+    flags.add_output_flags(p, "hf/demo")
     flags.add_wiring_flags(p)
     args = p.parse_args(argv)
     own, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
@@ -218,7 +219,7 @@ def main(argv=None):
     flags.warn_of_wiring(own, config, (1,))
     dtype = checkpoint.chosen_dtype(args.dtype, weights)
     tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
-    with writing.new_folder(args.out) as out:
+    with outputs.new_folder(args.out) as out:
         writing.copy_tokenizer(args.checkpoint, out)
         convert_tokenizer(out, tokenizer)
         convert_to_hf(weights, config, out, dtype, int(args.shard_gb * 1e9))

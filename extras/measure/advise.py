@@ -18,11 +18,12 @@ from extras.measure import link
 from extras.measure.clock import run_layers, variants
 from ladder import benchmarking
 from ladder.checkpoints.checkpoint import dtype_name
-from ladder.command_line import flags, report
+from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.errors import InputError
 from ladder.lanes.lanes import lanes_of_rank
 from ladder.layers import mixture
+from ladder.memory import cache_bytes, shard_on_meta
 from ladder.ranks import launch
 from model import rewired
 
@@ -50,7 +51,7 @@ def decode_work(config, dtype, tp_size, batch, context):
 
 def rank_work(config, dtype, rank, shares, batch, context):
     """Return what decode_work says of one rank."""
-    model, slices = report.shard_on_meta(config, dtype, rank, shares)
+    model, slices = shard_on_meta(config, dtype, rank, shares)
     n_bytes, flops = Counter(), Counter()
     for name, (shape, stored, *_) in slices.items():
         if "norm" in name or "tok_embeddings" in name:
@@ -63,7 +64,7 @@ def rank_work(config, dtype, rank, shares, batch, context):
         n_bytes[place] += size * stored.itemsize * read
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
-    n_bytes["attention"] += report.cache_bytes(model, batch, context)
+    n_bytes["attention"] += cache_bytes(model, batch, context)
     widths = [b.attention.wo.in_features for i, b in enumerate(model.layers) if i not in config.linear_layers]
     flops["attention"] += 4 * batch * context * sum(widths)
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm

@@ -12,9 +12,9 @@ import torch
 
 from extras.measure.clock import run_layers
 from extras.measure.link import Link
+from ladder import outputs
 from ladder.benchmarking import in_turns, quartiles, timed
-from ladder.checkpoints import writing
-from ladder.command_line import report
+from ladder.memory import weight_bytes
 from model import Config, SingleDevice, cache_slots
 from tp import TensorParallel
 
@@ -67,7 +67,7 @@ def make_case(kind, runner, tokens, lengths, world):
     steps = [replays(one, tokens, lengths)[kind] for one in (runner, runner.like(silent, runner.cache))]
     splits, width = (runner.choose_splits(B, S), S) if kind == "prefill" else (1, 1)
     partial = torch.zeros(B, -(-width // splits), model.config.dim, device=model.device, dtype=model.dtype)
-    read, places = report.weight_bytes(model, B * width), (".attention.", ".feed_forward.", "output.")
+    read, places = weight_bytes(model, B * width), (".attention.", ".feed_forward.", "output.")
     *layers, head = (sum(n_bytes for name, n_bytes in read.items() if place in name) for place in places)
     sizes = *layers, head * (kind == "decode")
     return Case(model.config, *steps, model.comm, partial, world.group.link, sizes, splits)
@@ -142,6 +142,6 @@ def profile(folder, world, name, step):
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
     path = Path(folder) / f"rank{world.rank}.json"
-    with writing.new_file(path) as unfinished:
+    with outputs.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))
     world.say(f"trace in {path}")

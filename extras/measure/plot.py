@@ -4,7 +4,7 @@ import itertools
 import statistics
 from collections import defaultdict
 
-from ladder.checkpoints import writing
+from ladder import outputs
 from ladder.errors import InputError
 
 MARKERS = "osDv^<>pPX*hd"
@@ -40,5 +40,5 @@ def draw(path, title, lines):
     axis.grid(axis="y", color="0.92")
     figure.suptitle(title, fontsize=9, wrap=True)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    with writing.new_file(path) as unfinished:
+    with outputs.new_file(path) as unfinished:
         figure.savefig(unfinished, format="svg" if path.endswith(".svg") else "png", dpi=150)

@@ -13,9 +13,8 @@ import statistics
 
 import torch
 
-from ladder import benchmarking
+from ladder import benchmarking, outputs
 from ladder.benchmarking import QUEUED, timed
-from ladder.checkpoints import writing
 from ladder.command_line import flags
 from ladder.ranks import launch
 
@@ -66,7 +65,7 @@ def main(argv=None):
         rate, numbers = min(result["bandwidth"]) / 1e9, f"{lines[0]['us']:.1f}us+{lines[-1]['gbps']:.3f}gbps"
         print(f"for extras.measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {numbers}")
     if args.json:
-        writing.append_line(args.json, {**environment, "probe": result})
+        outputs.append_line(args.json, {**environment, "probe": result})
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import bench
 from extras.measure import exposed, link, plot, results
 from extras.measure.clock import variants
 from generate import Runner
-from ladder import benchmarking
-from ladder.checkpoints import checkpoint, writing
+from ladder import benchmarking, outputs
+from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import make_cache, pad
@@ -156,7 +156,7 @@ def main(argv=None):
     lines = measure(args, world)
     if world.rank == 0:
         for line in lines if args.json else ():
-            writing.append_line(args.json, line)
+            outputs.append_line(args.json, line)
         show(lines, args.plot)
 
 

@@ -38,7 +38,7 @@ from ladder.command_line import flags
 from ladder.command_line.job import CHAT_CONTEXT, Job, parse_generation_flags
 from ladder.errors import InputError
 from ladder.progress import progress
-from ladder.ranks import launch
+from ladder.ranks import ending, launch
 
 MAX_BODY = 2**22
 DRAIN = 10  # seconds that requests get after SIGTERM
@@ -182,7 +182,7 @@ class Front:
         self.server = uvicorn.Server(uvicorn.Config(app, **quiet))
         self.thread = threading.Thread(target=self.server.run, args=[[listener]], daemon=True)
         self.thread.start()
-        launch.at_end.append(self.close)
+        ending.at_end.append(self.close)
 
     def ready(self, job):
         """Begin to answer: the model is loaded."""
@@ -352,7 +352,7 @@ def main(argv=None):
         compiling.warm_up(rows[0].runner, [[0]], job.max_new_tokens, rows.greedy)
 
     def drain(number, frame):
-        signal.signal(signal.SIGTERM, launch.terminate)  # a second one ends at once
+        signal.signal(signal.SIGTERM, ending.terminate)  # a second one ends at once
         if front:
             front.deadline = time.monotonic() + DRAIN
 

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 from extras.training import lanes, runs, sharding
-from ladder.checkpoints import checkpoint, writing
+from ladder import outputs
+from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.errors import InputError
@@ -166,7 +167,7 @@ def train(model, teacher, windows, valid, run, args, world):
     valid_lines = [{"step": 0, "valid": math.inf}, *(line for line in lines if "valid" in line)]
     best = min(valid_lines, key=lambda line: line["valid"])
     if is_rank_0:
-        with writing.new_file(run / "log.jsonl") as log:
+        with outputs.new_file(run / "log.jsonl") as log:
             log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     steps = range(first, args.steps + 1)
     bar = tqdm(steps, "training", args.steps, initial=first, unit="step", disable=None if is_rank_0 else True)
@@ -186,7 +187,7 @@ def train(model, teacher, windows, valid, run, args, world):
                 best = line
                 sharding.write(run, step, model, checkpoint.DTYPES[args.dtype], world)
         if is_rank_0:
-            writing.append_line(run / "log.jsonl", line)
+            outputs.append_line(run / "log.jsonl", line)
             if validates:
                 nats = ", ".join(f"{name} {line[name]:.4f}" for name in ("train", "teacher", "valid") if name in line)
                 bar.write(f"step {step}: {nats} nats per token")
@@ -243,8 +244,8 @@ def main(argv=None):
     with contextlib.ExitStack() as stack:
         with world.together():
             if world.rank == 0:
-                temporary = stack.enter_context(writing.reserved(out))
-                writing.check_absent(out)
+                temporary = stack.enter_context(outputs.reserved(out))
+                outputs.check_absent(out)
                 runs.prepare(run, args)
         if world.alone:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # FSDP2 needs one

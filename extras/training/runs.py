@@ -6,6 +6,7 @@ import shutil
 
 from convert_hf_checkpoint import check_lanes
 from extras.training.data import Windows, tokenize
+from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.compare import check_vocabulary
 from ladder.checkpoints.tokenizer import load_tokenizer
@@ -54,7 +55,7 @@ def prepare(run, args):
         return
     if path.exists():  # killed before its first step, or after its output was complete
         shutil.rmtree(run)
-    with writing.new_folder(run) as folder:
+    with outputs.new_folder(run) as folder:
         config = checkpoint.read_config(args.checkpoint)
         writing.copy_tokenizer(args.checkpoint, folder)
         tokenizer = load_tokenizer(folder, config.vocab_size)
@@ -84,5 +85,5 @@ def finish(run, best, out, temporary):
     """Make the weights of step `best` the output, with log and settings, and remove the run, by way of `temporary`."""
     for name in "log.jsonl", "settings.json":
         shutil.copyfile(run / name, run / f"best-{best}" / name)
-    writing.publish(run / f"best-{best}", out)
+    outputs.publish(run / f"best-{best}", out)
     os.replace(run, temporary / "run")

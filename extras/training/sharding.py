@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import rope_frequencies
@@ -79,7 +80,7 @@ def write(run, step, model, dtype, world):
         return
     target = run / f"best-{step}"
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed before it saved this step
-    with writing.new_folder(target) as folder:
+    with outputs.new_folder(target) as folder:
         writing.write_config(folder, model.config)
         writing.copy_tokenizer(run, folder)
         writing.write_weights(folder, {name: p.numel() * dtype.itemsize for name, p in parameters.items()}, read)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
-from ladder.ranks.launch import rank_and_size
+from ladder.ranks.world import rank_and_size
 from model import all_wirings, residual_loop, rewired
 
 
@@ -111,6 +111,14 @@ def add_rank_flags(parser, sharded=False, comm=True):
         words = "how ranks sum\nauto: shared memory on CPUs of one node, else library\nlibrary: gloo or NCCL\n"
         words += "others, such as one-shot: docs/collectives.md"
         parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
+
+
+def add_output_flags(parser, example):
+    """Add the flags of a script that writes a folder in another format."""
+    parser.add_argument("--out", metavar="DIR", required=True, help=f"the folder to write, e.g. {example}")
+    parser.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the written weights; default: their own")
+    size, words = number(float, 0, above=True), "GB of the largest file, about the memory needed"
+    parser.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=words)
 
 
 def add_json_flag(parser, what="the results as one line of JSON"):

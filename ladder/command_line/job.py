@@ -3,7 +3,7 @@
 import zlib
 
 from ladder.checkpoints.tokenizer import load_tokenizer
-from ladder.command_line import report
+from ladder.command_line.draft_flag import read_draft
 from ladder.command_line.flags import (
     Parser,
     add_json_flag,
@@ -19,6 +19,7 @@ from ladder.command_line.flags import (
 )
 from ladder.command_line.prompts import add_prompt_flags, fit, is_chat, read_prompts
 from ladder.decoding.batch import Sampler
+from ladder.memory import warn_of_memory
 
 CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
 
@@ -74,10 +75,8 @@ class Job:
                 world.say(f"--max-new-tokens {args.max_new_tokens}: {room}")
             self.draft_source = None
             if args.draft:
-                from ladder.decoding import drafts
-
-                self.draft_source = drafts.read_draft(args.draft, config, args.checkpoint)
-            report.warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)
+                self.draft_source = read_draft(args.draft, config, args.checkpoint)
+            warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)
         source = self.draft_source
         contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
         contents["--draft"] = source and (source.name, source.count)

@@ -1,51 +1,9 @@
-"""What --draft names: n-grams, or a smaller checkpoint."""
-
-import os.path
-import re
-from pathlib import Path
-from typing import NamedTuple
+"""The drafts of a Runner: made from what --draft names, or from what complete() is given."""
 
 from generate import load_model
-from ladder.checkpoints import checkpoint
-from ladder.checkpoints.compare import check_vocabulary
+from ladder.command_line.draft_flag import check_models
 from ladder.decoding.speculative import Ngrams, SmallModel
-from ladder.errors import InputError
-from ladder.ranks.launch import World
-from model import Config
-
-
-class Source(NamedTuple):
-    """What --draft names.
-
-    count: proposals of a pass. config, folder: of the checkpoint that proposes, None for n-grams.
-    """
-
-    name: str
-    count: int
-    config: Config | None = None
-    folder: str | None = None
-
-
-def read_draft(text, config, folder):
-    """Return the Source of --draft for a model of this config. folder: the model's, or None. Raises InputError."""
-    name, count = re.fullmatch(r"(?s)(.*?)(?:@(\d{1,9}))?", text).groups(default="3")
-    if not 1 <= int(count) < config.max_seq_len:
-        raise InputError(f"--draft {text}: @{count} must be from 1 to the context of {config.max_seq_len}")
-    source = Source(name, int(count))
-    if name != "ngram":
-        if not os.path.isdir(name):
-            raise InputError(f"--draft {text!r} is no folder, nor is it ngram")
-        source = Source(Path(name).resolve().name, int(count), checkpoint.read_config(name), name)
-    check_models(f"--draft {name}", config, folder, source.config, source.folder)
-    return source
-
-
-def check_models(flag, config, folder=None, draft=None, draft_folder=None):
-    """Raise InputError unless a model of a config can be drafted for, and one of the config `draft`, if any, drafts."""
-    if config.linear_layers or (draft and draft.linear_layers):  # a state cannot forget a proposal that is rejected
-        raise InputError(f"{flag}: a model with linear_layers neither drafts nor is drafted for: drop it")
-    if draft:
-        check_vocabulary(config, folder, draft, draft_folder, flag)
+from ladder.ranks.world import World
 
 
 def build(job, runner):

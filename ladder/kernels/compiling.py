@@ -33,7 +33,7 @@ def prepare(device):
     compilers.prepare_compile() if device.type == "cpu" else compilers.check_triton()
     handler, phase = torch._dynamo.callback_handler, contextlib.ExitStack()
     if not handler.start_callbacks:  # what is compiled after warm_up, as for a chat's next prompt, is no hang
-        handler.register_start_callback(lambda _: phase.enter_context(during("compilation")))
+        handler.register_start_callback(lambda _: phase.enter_context(progress.during("compilation")))
         handler.register_end_callback(lambda _: phase.close())
 
 
@@ -99,23 +99,11 @@ def compiled(model, decode, prefill):
 
 
 @contextlib.contextmanager
-def during(phase):
-    """Stay in a phase that may take any time, whatever the block notes, and then return to where this rank was."""
-    before = progress.fixed, progress.phase, progress.step, progress.timed
-    progress.fixed, progress.phase, progress.step, progress.timed = True, phase, None, False
-    try:
-        yield
-    finally:
-        progress.fixed, progress.phase, progress.step, progress.timed = before
-        progress.beat()  # perhaps of one rank alone
-
-
-@contextlib.contextmanager
 def _compiling():
     """Say that the ranks compile, without Python's search for cycles: it would take a fifth of the compiler's time."""
     gc.disable()
     try:
-        with during("compilation"):
+        with progress.during("compilation"):
             yield
     finally:
         gc.enable()

@@ -9,8 +9,8 @@ import torch.distributed._symmetric_memory as symmetric
 
 from ladder.errors import InputError
 from ladder.progress import progress
-from ladder.ranks import launch
 from ladder.ranks.group import Group, Pending
+from ladder.ranks.world import local_rank_and_size
 
 ONE_SHOT = 2**18  # bytes up to which each rank sums the whole tensor; of a larger one, each sums its share for all
 BUFFER = 2**24  # bytes of memory that the peers can read; larger sums go through NCCL
@@ -22,7 +22,7 @@ def connect(world):
 
     Returns the OneShotGroup of the World's ranks. Raises InputError, on all ranks alike, where none can be.
     """
-    _, local = launch.local_rank_and_size(world.rank, world.tp_size)
+    _, local = local_rank_and_size(world.rank, world.tp_size)
     if world.device.type != "cuda" or local != world.tp_size or world.tp_size not in (2, 4, 8):
         # of other numbers nobody has shown that all ranks add in the same order
         raise InputError("--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU")

@@ -1,7 +1,4 @@
-"""Ranks watch one another: when one dies or hangs, all end, and one of them says which, why and where. See README.md.
-
-ladder/ranks/meeting.py makes a Watch in each of several ranks.
-"""
+"""Ranks watch one another: when one dies or hangs, all end, and one says which, why and where. See docs/watch.md."""
 
 import dataclasses
 import functools
@@ -17,13 +14,25 @@ import torch.distributed as dist
 
 from ladder.errors import InputError, StoreLost, Verdict
 from ladder.progress import Progress, progress
-from ladder.ranks import launch, meeting
-from ladder.ranks.launch import Terminated
+from ladder.ranks import ending, store
 
 TICK = 1  # seconds
 GRACE = 3  # seconds that the main thread has to end by itself
 BUSY = 0.05  # share of a core above which a process computes, and does not hang; one that waits takes about 0.01
 IMPORTS = 60  # seconds that a rank may start later than another, on top of the timeout
+_watch = None  # this process's Watch, once its ranks meet
+
+
+def start(rank, tp_size):
+    """Start the Watch of this rank. Raises InputError as timeout() does."""
+    global _watch
+    _watch = Watch(store.torchrun_store(), rank, tp_size)
+    _watch.start()
+
+
+def explain(error):
+    """Return why this rank ends: `error`, which its main thread raised, or what the Watch, if any, has found."""
+    return _watch.explain(error) if _watch else error
 
 
 def timeout():
@@ -76,7 +85,7 @@ class Watch(threading.Thread):
         # a collective that has lost a peer, or a signal that torchrun then sends, says less than the verdict
         lost = isinstance(error, dist.DistError) or "gloo" in str(error)
         lost = isinstance(error, Exception) and (lost or ask_memory("lost_peer"))
-        if lost or isinstance(error, Terminated):
+        if lost or isinstance(error, ending.Terminated):
             self.wake.set()
             self.known.wait(GRACE if lost else 0.5)
             silent = [rank for rank, ticks in enumerate(self.silent) if ticks > 1]
@@ -104,7 +113,7 @@ class Watch(threading.Thread):
         own |= {"process": os.getpid(), "node": self.node}
         own["beats"] += ask_memory("progress")  # a rank that others wait for has come less far
         self.store.set(self.keys[self.rank], json.dumps(own))
-        code = meeting.ended(self.store)
+        code = store.ended(self.store)
         if code:
             self._end(SystemExit(code))
         if self.torchrun not in (None, os.getppid()):  # that of another node than the store's
@@ -139,7 +148,7 @@ class Watch(threading.Thread):
         self.seen, late = seen, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
         if late:
             stopped = [self.processes[rank] for rank in late if rank in self.processes]  # which hear no other signal
-            launch.at_end.extend(functools.partial(kill, process, self.torchrun) for process in stopped)
+            ending.at_end.extend(functools.partial(kill, process, self.torchrun) for process in stopped)
             self._end_hung(late, "no sign of life")
         if self.still > self.timeout > 0 and all(each.timed for each in seen):
             furthest = max(each.beats for each in seen)
@@ -160,7 +169,7 @@ class Watch(threading.Thread):
         ask_memory("abandon")
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(GRACE)
-        launch.leave(why)
+        ending.leave(why)
 
 
 def ask_memory(what):

@@ -10,7 +10,7 @@ from ladder.kernels import compilers
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.int_linear import swap
 from ladder.kernels.table import use_kernels
-from ladder.ranks import launch
+from ladder.ranks.world import rank_and_size
 from model import Attention, FeedForward, attend
 
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
@@ -58,7 +58,7 @@ def use_skinny_gemm(model):
     if model.dtype != torch.bfloat16:
         return
     if compilers.instruction_set() == "plain":
-        if launch.rank_and_size()[0] == 0:
+        if rank_and_size()[0] == 0:
             print("skinny_gemm.cpp knows no such processor or system: PyTorch's kernels, slower", file=sys.stderr)
         return
     skinny_gemm.build()

@@ -1,0 +1,84 @@
+"""The World of a process: its rank among how many, and its device. Here it is alone; meeting.py has that of several."""
+
+import contextlib
+import os
+import sys
+
+import torch
+
+from ladder.errors import InputError, first_line
+
+
+def rank_and_size():
+    """Return this process's rank and the number of ranks, as torchrun's environment says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_rank_and_size(rank, tp_size):
+    """Return this process's rank on its node and the node's number of ranks, without torchrun as on one node."""
+    return int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
+
+
+class World:
+    """The ranks of a run, as join() returns them: this process alone, or the JoinedWorld of ladder/ranks/meeting.py.
+
+    group: the process group of the model's collectives, or None for a single device. nodes: the name of each rank's
+    node. shares: what each rank holds of a model, in proportion to the others. A process alone may simulate a rank of
+    several, to measure it: it has their tp_size and a group. Raises InputError for shares of another number of ranks.
+    """
+
+    alone = True  # whether this process has no peers
+    dist_group = None  # the group to pass to torch.distributed's own functions; None is its default group
+
+    def __init__(self, rank, tp_size, device, group=None, shares=None):
+        if shares and len(shares) != tp_size:
+            numbers = f"--shares has {len(shares)} numbers, and this run's tp is {tp_size}"
+            raise InputError(f"{numbers}: give one for each rank that torchrun starts")
+        self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
+        self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
+
+    simulated = property(lambda self: self.alone and self.tp_size > 1)
+
+    def gather(self, value):
+        """Return the values of all ranks, in the order of ranks. A value is what JSON holds; tuples become lists."""
+        return [value]
+
+    def say(self, text):
+        """Print a line on stderr, on rank 0."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    def agree(self, values, **folders):
+        """Raise InputError on all ranks, which names each difference, unless all ranks give an equal dict.
+
+        folders: {flag: the checkpoint folder that it names, or None}, whose contents are compared too.
+        """
+
+    def together(self):
+        """Return a context: if one rank raises InputError in it, all ranks do at its end, and none waits for ever."""
+        return contextlib.nullcontext()
+
+
+def choose_device(device, rank=0, tp_size=1, own_gpu=False):
+    """Return the torch.device of a rank, as join says, made CUDA's current one. own_gpu: no other rank sees its GPU."""
+    known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    local_rank, local = local_rank_and_size(rank, tp_size)
+    if device is None:
+        device = "cuda" if own_gpu or 0 < local < len(known) else "cpu"
+        hidden = os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ
+        if device == "cpu" and local_rank == 0 and (hidden or len(known) > 1):
+            words = f"PyTorch {torch.__version__} sees {len(known) - 1} GPUs for {local} ranks here"
+            print(f"running on the CPU: {words}; each rank needs one", file=sys.stderr)
+    if device == "cuda" or (device.startswith("cuda:") and tp_size > 1):
+        device = f"cuda:{local_rank if tp_size > 1 and not own_gpu else 0}"
+    if device not in known:
+        raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
+    if device != "cpu":
+        try:
+            torch.cuda.set_device(torch.device(device))
+        except RuntimeError as e:  # above all a driver that is too old for this PyTorch
+            raise InputError(f"{device} cannot be used: {first_line(e)} (--device cpu does without)") from None
+        if tp_size > 1 and "MIG" in torch.cuda.get_device_name(device):
+            raise InputError(f"{device} is a slice of a GPU (MIG), which NCCL does not connect: run one rank alone")
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a prompt
+    return torch.device(device)
