@@ -27,6 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 LFS = "version https://git-lfs."  # begins the file that Git LFS leaves in another's place until that is pulled
 MERGE = "merge it: peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
 WRAPPED = re.compile(r"^module\.|(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # in tensors' names
+RENAMED = {"sum_norms": "post_norms", "kept": "not_quantized"}  # fields of Config in folders of earlier versions: now
 SAFETENSORS = "take the model's folder in Hugging Face's form, with config.json and model*.safetensors"
 FORMATS = {  # files that are not read here: what they are, and what to do
     "adapter_config.json": f"an adapter's: {MERGE}", "*.gguf": f"in GGUF, which is not read: {SAFETENSORS}",
@@ -128,7 +129,7 @@ def read_config(folder):
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
-    return make_config(values, path)
+    return make_config({RENAMED.get(name, name): value for name, value in values.items()}, path)
 
 
 def shards(index):
@@ -164,7 +165,7 @@ class Weights:
             if peft := [name for name in stored if re.search(r"^base_model\.model\.|\.(base_layer|lora_[AB])\.", name)]:
                 raise InputError(f"{path}: tensor {peft[0]} is of a PEFT adapter: {MERGE}")
             for name in stored:
-                own = WRAPPED.sub("", name)
+                own = WRAPPED.sub("", name).replace("_sum_norm.", "_post_norm.")  # as earlier versions called it
                 if self.files.get(own, (path, name))[1] != name:
                     raise InputError(f"{path}: tensor {name} is a second {own}: drop one")
                 self.files[own] = path, name
