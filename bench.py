@@ -34,7 +34,7 @@ from ladder.ranks import launch
 from model import rewired
 from tp import shard_plan
 
-LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
+LARGE_STEP = 5e7  # bytes that a step reads; fewer may fit a processor's caches, so their MBU would mean nothing
 
 # ---- The cells: a wiring at a batch size -----------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ def tables(lines):
         return pivot(["wiring"], lines, lambda x: (x["wiring"],), lambda x: f"batch {x['batch']}", cell)
 
     def rate(line):
-        return f", {line['tok_s']:.0f} tok/s" + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
+        return f", {line['tok_s']:.0f} tok/s" + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE_STEP)
 
     size = f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, tp {one['tp']}"
     return (

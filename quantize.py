@@ -16,8 +16,8 @@ from ladder.ranks import launch
 from model import build
 from tp import shard_plan
 
-PIECE = 2**18  # numbers that are quantized at a time: few enough for the cache
-FILE = 2**26  # bytes of a file, or a layer if that is more: all of a file's tensors are in memory at once
+QUANTIZED_AT_ONCE = 2**18  # numbers that are quantized at a time: few enough for the cache
+FILE_BYTES = 2**26  # bytes of a file, or a layer if that is more: all of a file's tensors are in memory at once
 
 
 def to_int8(w):
@@ -73,7 +73,7 @@ def quantized(weights, config, iterations):
         names = [f"{path}.{name}" for name in ("weight", "scales", "zeros") if f"{path}.{name}" in stored]
         tensors = {name: torch.empty_like(stored[name], device="cpu") for name in names}
         w = weights.read(f"{path}.weight").flatten(0, -2)  # the matrices of all experts are one
-        step = max(1, PIECE // w.shape[1])
+        step = max(1, QUANTIZED_AT_ONCE // w.shape[1])
         for i in range(0, len(w), step):
             piece = w[i : i + step].float()
             results = to_int8(piece) if config.quant == "int8" else to_int4(piece, config.group_size, iterations)
@@ -123,7 +123,7 @@ def main(argv=None):
         writing.write_config(folder, new)
         writing.copy_tokenizer(args.checkpoint, folder)
         read = quantized(weights, new, args.iterations)
-        writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE))
+        writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE_BYTES))
     small, large = sum(sizes.values()), sum(before.values())
     print(f"{args.out}: {small / 1e6:,.1f} MB, {large / small:.2f} times smaller than before ({large / 1e6:,.1f} MB)")
     print(f"what that costs: python eval.py --checkpoint {args.out} --compare {args.checkpoint} --text FILE")

@@ -284,10 +284,10 @@ def test_all_that_transformers_reads_is_computed_or_refused_or_harmless(family):
     names |= {*re.findall(r'kwargs\.\w+\(\s*"(\w+)"', config_code)}
     names |= {*re.findall(r'attr\(\s*(?:self\.)?config, "(\w+)"', model_code + mask_code)} - ASKED
     own = huggingface.FAMILIES[family]
-    known = {*own.keys, *own.only, *families.ONLY, *families.REQUIRED, *families.HARMLESS, *families.REMEDIES}
+    known = {*own.keys, *own.only, *families.ONLY_VALUES, *families.REQUIRED, *families.HARMLESS, *families.REMEDIES}
     assert names - known <= {"rope_parameters", "rope_scaling", "model_type"}
     rope_names = {*re.findall(r'rope_parameters(?:_dict)?(?:\.get\(|\[)"(\w+)"', rope_code)}
-    assert len(rope_names) > 10 and rope_names <= known | huggingface.ROPE
+    assert len(rope_names) > 10 and rope_names <= known | huggingface.ALL_ROPE_KEYS
 
 
 def test_what_transformers_does_not_read_is_ignored_and_named(hf_folder, tmp_path, capsys):

@@ -100,7 +100,7 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
 @pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
 def test_packed_weights_are_the_weights_for_many_rows(N, K, size, threads, monkeypatch):
     skinny_gemm.build()
-    monkeypatch.setattr(skinny_gemm, "PANELS", 2)
+    monkeypatch.setattr(skinny_gemm, "PANELS_AT_ONCE", 2)
     weight, scales, zeros = integers(N, K, size)
     exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
     packed, one = skinny_gemm.pack(weight, scales, zeros), torch.eye(K).bfloat16()
@@ -188,7 +188,7 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
 
 @pytest.mark.slow
 def test_a_compiled_model_with_few_rows(monkeypatch):
-    monkeypatch.setattr(skinny_gemm, "FEW", 8)  # more in prefill, fewer in decode
+    monkeypatch.setattr(skinny_gemm, "SKINNY_ROWS", 8)  # more in prefill, fewer in decode
     changes = {"head_dim": 64, "sliding_window": 3, "window_layers": (1,), "qkv_bias": True, "qk_norm": True}
     config = dataclasses.replace(BASE, wiring="ladder", n_layers=2, **changes)
     net = random_model(config)
@@ -211,7 +211,7 @@ COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied"
 
 @pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
 def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
-    monkeypatch.setattr(skinny_gemm, "FEW_INT", 8)  # more in prefill, fewer in decode
+    monkeypatch.setattr(skinny_gemm, "SKINNY_INT_ROWS", 8)  # more in prefill, fewer in decode
     config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
     net = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
     kernels = {m.kernel for m in net.modules() if type(m) is int_linear.QuantLinear}

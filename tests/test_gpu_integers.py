@@ -10,7 +10,7 @@ from helpers import ROOT
 import generate
 from ladder.checkpoints import checkpoint, sizes
 from ladder.kernels import int_linear, table
-from ladder.kernels.gpu.integers import MANY, unpacked, use_int4
+from ladder.kernels.gpu.integers import INT4_FLOAT_ROWS, unpacked, use_int4
 from ladder.ranks.launch import World
 
 
@@ -49,7 +49,7 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
         return (q[..., ::2] | q[..., 1::2] << 4).view(torch.int32).unflatten(-1, (32, 4))
 
     def multiply(x, packed, group_size, pairs):
-        assert len(x) < MANY
+        assert len(x) < INT4_FLOAT_ROWS
         b = packed.flatten(2).view(torch.uint8)
         q = torch.stack((b & 15, b >> 4), -1).flatten(2)[..., order.argsort()]
         q = q.unflatten(-1, (8, 128)).transpose(1, 2).reshape(N, -1, group_size).to(x.dtype)
@@ -68,7 +68,7 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
     middle = (linear.zeros + 8 * linear.scales).double().repeat_interleave(size, dim=1)  # which is rounded
     use_int4([linear])
     assert ((unpacked(linear) - exact).abs() <= 2**-8 * (middle.abs() + exact.abs())).all()
-    x = torch.randn(2, MANY // 2, K, generator=g).bfloat16()
+    x = torch.randn(2, INT4_FLOAT_ROWS // 2, K, generator=g).bfloat16()
     for part in x, x[:, :-1]:
         result = part.double() @ unpacked(linear).double().T + (linear.bias if bias else 0)
         assert ((linear(part) - result).abs() <= 2**-7 * (part.double().abs() @ exact.abs().T + 96)).all()

@@ -168,8 +168,8 @@ def check_model(config, dtype, tolerance, fast=False, compile=False):
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_a_quantized_model_computes_what_its_numbers_say(config, monkeypatch):
-    monkeypatch.setattr(int_linear, "FEW", 8)  # more in prefill, fewer in decode
-    monkeypatch.setattr(int_linear, "PIECE", 700)  # several pieces of each matrix
+    monkeypatch.setattr(int_linear, "INT8_KERNEL_ROWS", 8)  # more in prefill, fewer in decode
+    monkeypatch.setattr(int_linear, "DEQUANTIZED_AT_ONCE", 700)  # several pieces of each matrix
     for dtype, tolerance in (torch.float32, 1e-4), (torch.float16, 0.01), (torch.bfloat16, 0.06):
         check_model(config, dtype, tolerance)
 

@@ -374,7 +374,7 @@ def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model
     args = SimpleNamespace(**args, allow_origin=["https://a.example"], checkpoint=ROOT / "demo")
     listener = socket.create_server(("127.0.0.1", 0))
     monkeypatch.setattr(serving.launch, "at_end", [])
-    monkeypatch.setattr(serving, "IDLE", 0.5)
+    monkeypatch.setattr(serving, "IDLE_SECONDS", 0.5)
     front = serving.Front(args, serving.Listener(fileno=listener.detach()))
     send = functools.partial(Server.send, SimpleNamespace(port=front.address[1]))
     try:

@@ -13,24 +13,24 @@ from pathlib import Path
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.checkpoints.families import FAMILIES
-from ladder.checkpoints.huggingface import ACTIVATIONS, ORIGINAL, ROPE_TYPES, hf_names, our_values, read_hf
+from ladder.checkpoints.huggingface import HF_ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
 from ladder.checkpoints.tokenizer import SentencePieceTokenizer, load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError
-from ladder.layers.rope_scaling import ROPE_KEYS
+from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
 
-CODE = Path(__file__).with_name("exported")  # copied into a folder whose model transformers does not have
-BLOCKS = {  # of the wirings that this code computes
+EXPORTED_CODE = Path(__file__).with_name("exported")  # copied into a folder whose model transformers does not have
+WIRING_BLOCKS = {  # of the wirings that this code computes
     "standard": "standard", "ladder": "standard", "parallel": "parallel", "parallel-ladder": "parallel",
     "pair": "pair", "pair-ladder": "pair",
 }  # fmt: skip
-NAMES = {  # of transformers' families whose tensors are ours one by one; the first that reads back is taken
+HF_CLASSES = {  # of transformers' families whose tensors are ours one by one; the first that reads back is taken
     "llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3",
     "smollm3": "SmolLM3", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
     "ministral3": "Ministral3", "stablelm": "StableLm", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3",
     "olmo2": "Olmo2", "olmo3": "Olmo3",
 }  # fmt: skip
-MIXTRAL = {  # its names for Qwen's
+MIXTRAL_NAMES = {  # its names for Qwen's
     ".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3.",
 }  # fmt: skip
 OWN_FAMILY = {
@@ -41,7 +41,7 @@ OWN_FAMILY = {
         "AutoModelForCausalLM": "modeling_ladder.LadderForCausalLM",
     },
 }  # fmt: skip
-FIELDS = {  # of Config, that this code computes
+OWN_FAMILY_FIELDS = {  # of Config, that this code computes
     "n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "intermediate_size", "vocab_size", "max_seq_len",
     "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "qkv_bias", "wo_bias", "mlp_bias", "qk_norm",
     "nope_layers", "bos_id", "eos_ids", "wiring",
@@ -55,7 +55,7 @@ def family_of(config, hf):
     """
     c, last = config, range(config.n_layers)
     kinds = ["sliding_attention" if i in c.window_layers else "full_attention" for i in last]
-    [activation] = [theirs for theirs, ours in ACTIVATIONS.items() if ours == c.activation]
+    [activation] = [theirs for theirs, ours in HF_ACTIVATIONS.items() if ours == c.activation]
     keys = {
         "attention_bias": c.qkv_bias, "attention_out_bias": c.wo_bias, "mlp_bias": c.mlp_bias, "qkv_bias": c.qkv_bias,
         "use_qkv_bias": c.qkv_bias, "hidden_act": activation, "hidden_activation": activation, "pad_token_id": None,
@@ -69,7 +69,7 @@ def family_of(config, hf):
     }  # fmt: skip
     if c.window_layers:
         keys |= {"sliding_window": c.sliding_window, "use_sliding_window": True, "layer_types": kinds}
-    for family, name in NAMES.items():
+    for family, name in HF_CLASSES.items():
         own = {k: v for k, v in keys.items() if k in {*FAMILIES[family].keys, "hidden_act", "pad_token_id"}}
         own = {"model_type": family, "architectures": [f"{name}ForCausalLM"], **hf, **own}
         if c.window_rope_theta:
@@ -87,7 +87,7 @@ def names_in_hf(name, config, family):
     """Return the Hugging Face names of the tensors that ours becomes, in order: of experts, one for each."""
     names = hf_names(name)
     if family == "mixtral":
-        for qwen, mixtral in MIXTRAL.items():
+        for qwen, mixtral in MIXTRAL_NAMES.items():
             names = [name.replace(qwen, mixtral) for name in names]
     theirs = {glm: other for other, glm in FAMILIES[family].norms.items()}
     names = [".".join(theirs.get(part, part) for part in name.split(".")) for name in names]
@@ -102,14 +102,14 @@ def own_family(config):
     Raises InputError for a Config that has no such form.
     """
     name = config.parsed.name
-    if name not in BLOCKS:
-        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(BLOCKS)} have one")
+    if name not in WIRING_BLOCKS:
+        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(WIRING_BLOCKS)} have one")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name not in FIELDS and value != field.default:
+        if field.name not in OWN_FAMILY_FIELDS and value != field.default:
             raise InputError(f"{field.name} {value!r} has no Hugging Face form here, only {field.default!r} has one")
     return {
-        **OWN_FAMILY, "wiring": config.wiring, "block": BLOCKS[name], "stale": config.named_wiring.stale,
+        **OWN_FAMILY, "wiring": config.wiring, "block": WIRING_BLOCKS[name], "stale": config.named_wiring.stale,
         "wired_layers": [i for i, wiring in enumerate(config.layer_wirings) if wiring is config.named_wiring],
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm, "attention_dropout": 0.0, "pad_token_id": None, "hidden_act": "silu",
@@ -132,7 +132,7 @@ def config_to_hf(config, dtype):
         [rope_type] = [name for name, keys in ROPE_KEYS.items() if set(keys) == config.rope_scaling.keys()]
         hf["rope_scaling"] = {"rope_type": rope_type, **config.rope_scaling}
         if rope_type == "linear":  # whose max_position_embeddings would be taken for the original context
-            hf["rope_scaling"][ORIGINAL] = int(config.max_seq_len / config.rope_scaling["factor"])
+            hf["rope_scaling"][ORIGINAL_CONTEXT] = int(config.max_seq_len / config.rope_scaling["factor"])
         if config.llama4_beta:
             hf["rope_scaling"]["llama_4_scaling_beta"] = config.llama4_beta
     family = family_of(config, hf) if config.wiring == "standard" else None
@@ -165,7 +165,7 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
     writing.write_weights(folder, sizes, read, shard_bytes)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     if "auto_map" in hf:
-        for path in CODE.glob("*.py"):
+        for path in EXPORTED_CODE.glob("*.py"):
             shutil.copyfile(path, folder / path.name)
 
 

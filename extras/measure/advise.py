@@ -91,8 +91,8 @@ GPUS = {
 }  # fmt: skip
 # The share of the published bandwidth that a decode step reaches: gpt-fast's README has 1397 of an A100's 2039 GB/s for
 # the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
-SHARE = 0.7
-CONTEXT = 1024  # filled slots of the cache, at most
+BANDWIDTH_SHARE = 0.7
+FILLED_SLOTS = 1024  # filled slots of the cache, at most
 MOST_LOSS = 2.0  # percent, of a wiring that is recommended
 PCIE = """pcie was measured with eight GPUs and NCCL. Two to four that read one another's memory (nvidia-smi topo -p2p r
 says OK) are pcie-p2p with one-shot kernels, 20us+74gbps with NCCL; those that cannot, such as RTX 5070 Ti, pcie-host.
@@ -219,15 +219,15 @@ def parse(argv):
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
-    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: all; of {link.FORMS}")
+    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: all; of {link.LINK_FORMS}")
     return p.parse_args(argv)
 
 
 def choose_machine(args):
     """Return the Machine that the flags describe."""
     if args.gpu:
-        on_paper = f"{100 * SHARE:.0f} % of the {args.gpu.upper()} on paper"
-        machine = Machine(on_paper, *(SHARE * rate for rate in GPUS[args.gpu]))
+        on_paper = f"{100 * BANDWIDTH_SHARE:.0f} % of the {args.gpu.upper()} on paper"
+        machine = Machine(on_paper, *(BANDWIDTH_SHARE * rate for rate in GPUS[args.gpu]))
     else:
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     return machine if args.tflops is None else machine._replace(flops=1e12 * args.tflops)
@@ -237,7 +237,7 @@ def main(argv=None):
     args = parse(argv)
     (name, own), dtype = flags.read_config(args), flags.read_dtype(args)
     configs = candidates(own, args.wirings or variants(own), args.tp)
-    context, machine = min(CONTEXT, own.max_seq_len), choose_machine(args)
+    context, machine = min(FILLED_SLOTS, own.max_seq_len), choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
     rates = f"{machine.bandwidth / 1e9:,.1f} GB/s"
     if machine.flops < math.inf:

@@ -69,7 +69,7 @@ LINKS = {
     ]
 }  # fmt: skip
 FREE = LINKS["free"]
-FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 1ms, 50gbps or 100us+50gbps, or tcp+ and one of these"
+LINK_FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 1ms, 50gbps or 100us+50gbps, or tcp+ and one of these"
 
 
 def parse(text):
@@ -82,7 +82,7 @@ def parse(text):
     latency, unit, gbps = numbers.groups() if numbers else (None, None, None)
     latency_us = float(latency or 0) * (1000 if unit == "ms" else 1)
     if not (latency or gbps) or latency_us > 1e7 or not 1e-3 <= float(gbps or 1) <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {FORMS}")
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {LINK_FORMS}")
     return Link(text, latency_us, gbps and float(gbps))
 
 

@@ -19,7 +19,7 @@ from ladder.checkpoints import writing
 from ladder.command_line import flags
 from ladder.ranks import launch
 
-MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
+MESSAGE_BYTES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 
 
 def run(group, x, count):
@@ -31,7 +31,7 @@ def run(group, x, count):
 def all_reduces(world, group, seconds=0.5):
     """Return [{bytes, us, gbps on the wire}], medians of 9 runs, which together take about `seconds` for each size."""
     lines, calls = [], 9 * (QUEUED + 1) if world.device.type == "cuda" else 9
-    for n_bytes in MESSAGES:
+    for n_bytes in MESSAGE_BYTES:
         x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
         three = functools.partial(run, group, x, 3)
         timed(world.device, three)

@@ -28,7 +28,7 @@ from ladder.ranks import launch
 from model import Config, rewired
 
 # On two ranks each sublayer has 26 MB: some 2 ms for a core that reads 12 GB/s
-SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
+SMALL_CONFIG = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
 
 
 def parse(argv):
@@ -37,7 +37,7 @@ def parse(argv):
     p.set_defaults(model="small", batch=[1], prompt_length=64)
     words = "measure the prefill in so many overlapping parts (default: 1), not a decode step; several need --eager"
     p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
-    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: free; of {link.FORMS}")
+    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: free; of {link.LINK_FORMS}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
     words = "measure for about S seconds, but at least three steps of each wiring over each link"
     p.add_argument("--seconds", type=number(float, 0, 1e6), default=60, metavar="S", help=words)
@@ -49,7 +49,7 @@ def parse(argv):
     if args.show:
         return args
     is_small = args.model == "small" and not args.checkpoint
-    args.name, args.config = ("small", SMALL) if is_small else flags.read_config(args)
+    args.name, args.config = ("small", SMALL_CONFIG) if is_small else flags.read_config(args)
     args.link = args.link or [link.FREE]
     args.kind, args.splits = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
     if max(args.splits) > 1 and not args.eager or max(args.splits) > args.prompt_length:

@@ -14,30 +14,32 @@ from ladder.checkpoints.tokenizer import TextStream
 from ladder.decoding.batch import Sampler
 
 NUMBER = int, float
-FIELDS = {  # {name: (its types, its default)}
+COMMON_FIELDS = {  # {name: (its types, its default)}
     "model": (str, None), "stream": (bool, False), "stream_options": (dict, {}), "temperature": (NUMBER, 1.0),
     "top_k": (int, None), "top_p": (NUMBER, 1.0), "seed": (int, None), "stop": ((str, list), []),
 }  # fmt: skip
-CHAT_FIELDS = FIELDS | {
+CHAT_FIELDS = COMMON_FIELDS | {
     "messages": (list, []), "logprobs": (bool, False), "top_logprobs": (int, 0), "max_tokens": (int, math.inf),
     "max_completion_tokens": (int, math.inf), "chat_template_kwargs": (dict, {}),
 }  # fmt: skip
-TEXT_FIELDS = FIELDS | {
+TEXT_FIELDS = COMMON_FIELDS | {
     "prompt": ((str, list), []), "logprobs": (int, None), "echo": (bool, False), "max_tokens": (int, 16),
 }  # fmt: skip
-IGNORED = {
+IGNORED_FIELDS = {
     "user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier", "tool_choice",
     "parallel_tool_calls",
 }  # fmt: skip
-NEUTRAL = {  # values that ask for what is done anyway
+NEUTRAL_VALUES = {  # values that ask for what is done anyway
     "n": [1], "best_of": [1], "top_k": [-1, 0], "seed": [-1], "stop": [""], "logprobs": [False], "typical_p": [1],
     "repetition_penalty": [1], "length_penalty": [1], "skip_special_tokens": [True], "modalities": [["text"]],
     "spaces_between_special_tokens": [True], "add_generation_prompt": [True], "response_format": [{"type": "text"}],
 }  # fmt: skip
-# keys that a message may have besides role and content: what a chat template that reads them has in its source
-HISTORY = {"reasoning_content": "reasoning_content", "tool_calls": "tool_calls", "tool_call_id": "tool", "name": "name"}
+# {a key that a message may have besides role and content: what the source of a chat template that reads it contains}
+MESSAGE_KEYS = {
+    "reasoning_content": "reasoning_content", "tool_calls": "tool_calls", "tool_call_id": "tool", "name": "name",
+}  # fmt: skip
 MAX_STOPS, MAX_LOGPROBS = 16, 20
-LONG = 2**16  # bytes of a body, or characters of a text, that would take a tokenizer long
+LONG_TEXT = 2**16  # bytes of a body, or characters of a text, that would take a tokenizer long
 
 
 def check(right, message, status=400):
@@ -56,7 +58,7 @@ def read_fields(data, known):
     fields = {name: default for name, (_, default) in known.items()}
     for name, value in given.items():
         shown = f"{name[:60]} is {reprlib.repr(value)}"
-        neutral = [None, *NEUTRAL.get(name, [])]
+        neutral = [None, *NEUTRAL_VALUES.get(name, [])]
         if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
             continue
         if name in known:
@@ -64,8 +66,8 @@ def read_fields(data, known):
             right = isinstance(value, kind) and (kind is bool or type(value) is not bool)
             check(right, f"{shown}, which is of a wrong type")
             fields[name] = value
-        elif name not in IGNORED:
-            check(not value and name not in NEUTRAL, f"{shown}, which is not implemented, or unknown")
+        elif name not in IGNORED_FIELDS:
+            check(not value and name not in NEUTRAL_VALUES, f"{shown}, which is not implemented, or unknown")
     return fields
 
 
@@ -118,7 +120,7 @@ def longest_token(tokenizer):
 
 def check_length(text, tokenizer, context):
     """Refuse a text that cannot fit the context, before it takes a tokenizer seconds."""
-    if len(text) > LONG:
+    if len(text) > LONG_TEXT:
         least = len(" ".join(text.split())) // longest_token(tokenizer)  # spaces may become a single one
         check(least < context, f"the prompt has {least} tokens or more but must have from 1 to {context - 1}")
 
@@ -164,7 +166,7 @@ def read_messages(messages, tokenizer, context, variables):
             for call in given.get("tool_calls", []):  # whose arguments, a text of JSON, a template writes itself
                 with contextlib.suppress(TypeError, ValueError, RecursionError):
                     call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-            unread = [name for name in given if name not in HISTORY or HISTORY[name] not in template]
+            unread = [name for name in given if name not in MESSAGE_KEYS or MESSAGE_KEYS[name] not in template]
         except (AttributeError, KeyError, TypeError):
             unread = ["something else"]
         keys = "a message must be an object with role and content, of text, and what the chat template reads"

@@ -30,7 +30,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import generate
-from extras.serve.protocol import LONG, Text, check, check_model, logprobs_of, parse, token_text
+from extras.serve.protocol import LONG_TEXT, Text, check, check_model, logprobs_of, parse, token_text
 from extras.serve.rows import Rows
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.tokenizer import load_tokenizer
@@ -40,12 +40,12 @@ from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks import launch
 
-MAX_BODY = 2**22
-DRAIN = 10  # seconds that requests get after SIGTERM
-IDLE = 10  # seconds until a connection ends that has sent nothing
-RESERVE = 12  # of the open files that a process may have: not for connections
+MAX_BODY_BYTES = 2**22
+DRAIN_SECONDS = 10  # seconds that requests get after SIGTERM
+IDLE_SECONDS = 10  # seconds until a connection ends that has sent nothing
+RESERVED_FILES = 12  # of the open files that a process may have: not for connections
 LOG = logging.getLogger("uvicorn.error")  # not only of errors, but for uvicorn's own words on what it does
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def error(e):
@@ -60,7 +60,7 @@ class Listener(socket.socket):
     warned = False
 
     def accept(self):
-        most, (connection, address) = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVE, super().accept()
+        most, (connection, address) = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES, super().accept()
         while connection.fileno() >= most:  # it is the lowest number that is free
             if not self.warned:
                 LOG.error("connections are refused while %d files are open: see ulimit -n", most)
@@ -75,7 +75,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(IDLE, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = self.loop.call_later(IDLE_SECONDS, self.timeout_keep_alive_handler)
 
 
 class Answer:
@@ -163,7 +163,7 @@ class Front:
         self.hosts = {"localhost", address, args.host} if local and not self.api_key else None
         self.open, self.rows = {}, {}  # {answer that waits or runs: None}, in order; {number of a row: its last answer}
         self.wake = threading.Event()
-        headers = {"Content-Security-Policy": POLICY}
+        headers = {"Content-Security-Policy": CONTENT_POLICY}
         page = HTMLResponse(Path(__file__).with_name("page.html").read_text(), headers=headers)
         routes = [Route("/", lambda _: page), Route("/health", self.health)]
         routes += [Route(f"/v1/models{name}", self.models) for name in ("", "/{name:path}")]
@@ -227,8 +227,8 @@ class Front:
         try:
             async for chunk in request.stream():
                 data += chunk
-                check(len(data) <= MAX_BODY, f"the body has more than {MAX_BODY} bytes", 413)
-            tokenizer, thread = self.encoders[len(data) > LONG]
+                check(len(data) <= MAX_BODY_BYTES, f"the body has more than {MAX_BODY_BYTES} bytes", 413)
+            tokenizer, thread = self.encoders[len(data) > LONG_TEXT]
             body = bytes(data), chat, self.model, tokenizer, *self.limits
             ask = await asyncio.get_running_loop().run_in_executor(thread, parse, *body)
         except InputError as e:
@@ -354,7 +354,7 @@ def main(argv=None):
     def drain(number, frame):
         signal.signal(signal.SIGTERM, launch.terminate)  # a second one ends at once
         if front:
-            front.deadline = time.monotonic() + DRAIN
+            front.deadline = time.monotonic() + DRAIN_SECONDS
 
     signal.signal(signal.SIGTERM, drain)
     if front:

@@ -31,7 +31,7 @@ from ladder.scoring import SEPARATOR
 from model import Transformer, interleave
 from model import build as build_model
 
-CHUNK = 1024  # tokens whose logits are computed at a time
+LOSS_TOKENS = 1024  # tokens whose logits are computed at a time
 
 
 def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
@@ -94,7 +94,7 @@ def losses(model, batch, teacher=None):
         teacher_x = teacher and teacher(batch)
     x = model(batch)
     divergence = nats = 0.0
-    for i in zip(*(index.split(CHUNK) for index in batch.counts.nonzero(as_tuple=True)), strict=True):
+    for i in zip(*(index.split(LOSS_TOKENS) for index in batch.counts.nonzero(as_tuple=True)), strict=True):
         of_teacher = (teacher.logits, teacher_x[i]) if teacher else ()
         kl, ce = model.token_losses(model.logits, x[i], batch.targets[i], *of_teacher)
         divergence, nats = divergence + kl, nats + ce

@@ -15,7 +15,7 @@ from ladder.checkpoints.checkpoint import read_text
 from ladder.errors import InputError, first_line
 from ladder.scoring import SEPARATOR
 
-QUEUED = 256  # documents whose tokens are in memory at once, and that an error or a signal waits for
+DOCUMENTS_AT_ONCE = 256  # documents whose tokens are in memory at once, and that an error or a signal waits for
 TOKEN = np.dtype([("id", "<u4"), ("document", "<u4")])  # a token on disk: its id, the index of its document
 
 
@@ -65,7 +65,7 @@ def tokenize(paths, tokenizer, end, target):
     """Write the tokens of the files' documents, in their order, to the file target."""
     with open(target, "wb") as f, ThreadPoolExecutor() as pool:
         records = chain.from_iterable(map(documents, paths))
-        batches = iter(lambda: [*islice(records, QUEUED)], [])
+        batches = iter(lambda: [*islice(records, DOCUMENTS_AT_ONCE)], [])
         results = (pool.map(functools.partial(encode, tokenizer, end), batch) for batch in batches)
         bar = tqdm(chain.from_iterable(results), "tokenizing", unit=" documents", delay=1, disable=None)
         for n, ids in enumerate(bar):

@@ -9,8 +9,8 @@ from ladder.errors import InputError
 from model import VOCAB_BLOCK, SingleDevice
 
 BUCKET = 256  # a GPU's cache has multiples of so many slots
-SINGLE = SingleDevice()
-N_CHUNKS = VOCAB_BLOCK  # of the logits, which a GPU searches at the same time; it divides padded v
+SINGLE_DEVICE = SingleDevice()
+N_SECTIONS = VOCAB_BLOCK  # of the logits, which a GPU searches at the same time; it divides padded v
 
 
 @torch.inference_mode()  # for tensors made outside of it, the compiler would make a second graph
@@ -63,7 +63,7 @@ class Sampler:
         # samplers with an equal key share CUDA graphs; None: not captured
         self.graph_key = "greedy" if temperature == 0 else None if self.filters else self
 
-    def __call__(self, logits, comm=SINGLE):
+    def __call__(self, logits, comm=SINGLE_DEVICE):
         """Return token ids (...) of this rank's logits (..., v), (B, v) to draw; -1 where not all are finite."""
         greedy = self.temperature == 0
         if self.filters and not greedy:
@@ -71,7 +71,7 @@ class Sampler:
 
             return top_k_top_p.draw(self, logits, comm)
         numbers, first, vocab_size = comm.local_logits(logits if greedy else logits.float())
-        chunks = numbers.unflatten(-1, (N_CHUNKS, -1))
+        chunks = numbers.unflatten(-1, (N_SECTIONS, -1))
         chunk_max, chunk_argmax = chunks.max(-1)
         top, chunk = chunk_max.max(-1)
         score = (top + 0 * chunks.amin(-1).amin(-1)).double()  # 0 * -inf is NaN: finite only if all logits are

@@ -5,7 +5,7 @@ Shape letters: B batch, v this rank's part of the vocabulary, n candidates.
 
 import torch
 
-CANDIDATES = 64  # the logits that each rank sends, or top_k + 1 where that is more
+MIN_CANDIDATES = 64  # the logits that each rank sends, or top_k + 1 where that is more
 
 
 def candidates(sample, logits, comm):
@@ -20,7 +20,7 @@ def candidates(sample, logits, comm):
     weights = ((numbers - top[..., None]) / sample.temperature).exp_()
     mass = top.double() / sample.temperature + weights.sum(-1).log()  # log of the sum of exp(logit / temperature)
     mass = mass.where(top.isfinite() & numbers.amin(-1).isfinite(), torch.nan)
-    n = min(max(CANDIDATES, (sample.top_k or 0) + 1), numbers.shape[-1])
+    n = min(max(MIN_CANDIDATES, (sample.top_k or 0) + 1), numbers.shape[-1])
     values, ids = numbers.topk(n)
     sent = torch.stack((values, ids + first), -1).double()
     received = comm.all_gather(torch.cat((sent, mass[:, None, None].expand(-1, 1, 2)), 1))  # (tp, B, n + 1, 2)

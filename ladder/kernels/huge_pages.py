@@ -5,7 +5,7 @@ import mmap
 
 import torch
 
-HUGE = 2**21  # bytes of a huge page
+HUGE_PAGE = 2**21  # bytes of a huge page
 
 
 def empty_in_huge_pages(shape, dtype, device="cpu"):
@@ -14,11 +14,11 @@ def empty_in_huge_pages(shape, dtype, device="cpu"):
     It begins at a huge page. What does not fill a huge page at its end lies in small pages.
     """
     size = dtype.itemsize * torch.Size(shape).numel()
-    if torch.device(device).type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if torch.device(device).type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     every = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -every.data_ptr() % HUGE
+    start = -every.data_ptr() % HUGE_PAGE
     with contextlib.suppress(OSError):  # a kernel built without them
-        memory.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE * HUGE)
+        memory.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE_PAGE * HUGE_PAGE)
     return every[start : start + size].view(dtype).view(shape)

@@ -6,7 +6,7 @@ import torch.nn as nn
 from ladder.errors import InputError
 from model import VOCAB_BLOCK, Transformer, Wiring, list_sublayers
 
-SETTINGS = {  # what Config.laneformer may hold; the first value is what an absent key means
+SETTING_VALUES = {  # what Config.laneformer may hold; the first value is what an absent key means
     "early_comm": (True, False),  # whether the first sublayers wait for their own sums
     "attention_comm": (True, False),  # whether attentions are summed over the lanes at all, and MLPs
     "mlp_comm": (True, False),
@@ -18,15 +18,15 @@ SETTINGS = {  # what Config.laneformer may hold; the first value is what an abse
 
 
 def settings(config):
-    return {key: values[0] for key, values in SETTINGS.items()} | (config.laneformer or {})
+    return {key: values[0] for key, values in SETTING_VALUES.items()} | (config.laneformer or {})
 
 
 def check(config):
     """Raise InputError for settings that make no model."""
     values = settings(config)
     for key, value in values.items():
-        if value not in SETTINGS.get(key, ()):
-            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(SETTINGS)} with their values")
+        if value not in SETTING_VALUES.get(key, ()):
+            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(SETTING_VALUES)} with their values")
     if config.named_wiring.stale % 2:
         raise InputError(f"wiring {config.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
     if values["lane_head"] == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.fixed_lanes or 1)):

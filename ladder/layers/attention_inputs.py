@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ladder.layers import rope_scaling
-from ladder.layers.rope_scaling import ORIGINAL
+from ladder.layers.rope_scaling import ORIGINAL_CONTEXT
 
 
 def rope_frequencies(config):
@@ -99,7 +99,7 @@ def attention_metadata(model, positions, keys=None, max_length=None, last=None, 
         return tuple(y.as_strided(y.shape, y.stride()) for y in (angles.cos() * factor, angles.sin() * factor))
 
     # beyond its original context, longrope uses its long factors for all keys
-    is_long = "long_factor" in scaling and (max_length or positions.shape[1]) > scaling[ORIGINAL]
+    is_long = "long_factor" in scaling and (max_length or positions.shape[1]) > scaling[ORIGINAL_CONTEXT]
     ordinary = rope(int(is_long), scaling.get("attention_factor", 1.0))
     ropes = ordinary, (rope(1) if c.window_rope_theta else ordinary)
     queries, key_at = positions[..., None], positions[:, None] if keys is None else keys
@@ -110,7 +110,7 @@ def attention_metadata(model, positions, keys=None, max_length=None, last=None, 
         window_mask = (key_at <= queries if mask is None else mask) & (key_at > queries - c.sliding_window)
     scale = c.query_scale
     if c.llama4_beta:
-        contexts = positions // scaling[ORIGINAL]
+        contexts = positions // scaling[ORIGINAL_CONTEXT]
         scale = (1 + c.llama4_beta * (contexts + 1).log())[:, None, None, :, None] * (scale or 1.0)
     rows = torch.arange(len(positions), device=positions.device)[:, None]
     return AttentionMetadata(*ropes, mask, window_mask, rows, positions, model.comm, scale, last)

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 
 from ladder.errors import InputError
 
-SETTINGS = {  # of Config.linear_attention: Hugging Face's keys
+HF_KEYS = {  # of Config.linear_attention: Hugging Face's keys
     "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads", "key_dim": "linear_key_head_dim",
     "value_dim": "linear_value_head_dim", "conv_width": "linear_conv_kernel_dim",
 }  # fmt: skip
-TENSORS = {  # of Hugging Face: ours, some of which are made of two of theirs, in this order
+HF_TENSORS = {  # of Hugging Face: ours, some of which are made of two of theirs, in this order
     "in_proj_qkvz.weight": "wqkvz.weight", "in_proj_qkv.weight": "wqkvz.weight", "in_proj_z.weight": "wqkvz.weight",
     "in_proj_ba.weight": "wba.weight", "in_proj_b.weight": "wba.weight", "in_proj_a.weight": "wba.weight",
     "conv1d.weight": "conv", "norm.weight": "out_norm.weight", "out_proj.weight": "wout.weight",
 }  # fmt: skip
-CHUNK = 64  # tokens whose updates of the state are computed at once: within them the work grows with the square
+DELTA_CHUNK = 64  # tokens whose updates of the state are computed at once: within them the work grows with the square
 
 
 def step(q, k, v, log_decay, beta, state):
@@ -47,7 +47,7 @@ def gated_delta_rule(q, k, v, log_decay, beta, state):
     S = q.shape[2]
     if S == 1:
         return step(q, k, v, log_decay, beta, state)
-    chunk = min(CHUNK, S)
+    chunk = min(DELTA_CHUNK, S)
     n = -(-S // chunk)
     q, k, v = (F.pad(x, (0, 0, 0, n * chunk - S)).unflatten(-2, (n, chunk)) for x in (q, k, v))
     log_decay, beta = (F.pad(x, (0, n * chunk - S)).unflatten(-1, (n, chunk)) for x in (log_decay, beta))
@@ -82,7 +82,7 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        K, V, X, Y, W = (config.linear_attention[name] for name in SETTINGS)
+        K, V, X, Y, W = (config.linear_attention[name] for name in HF_KEYS)
         self.sizes = V // K, X, Y
         self.wqkvz = nn.Linear(config.dim, 2 * K * X + 2 * V * Y, bias=False)
         self.wba = nn.Linear(config.dim, 2 * V, bias=False)
@@ -133,9 +133,9 @@ class GatedDeltaNet(nn.Module):
 def check(config):
     """Raise InputError for settings that make no layer."""
     own = config.linear_attention or {}
-    for name in [*SETTINGS, *own]:
-        if name not in SETTINGS or type(own.get(name)) is not int or not 1 <= own[name] <= 2**16:
-            words = f"it has {', '.join(SETTINGS)}, all whole numbers from 1 to 65536"
+    for name in [*HF_KEYS, *own]:
+        if name not in HF_KEYS or type(own.get(name)) is not int or not 1 <= own[name] <= 2**16:
+            words = f"it has {', '.join(HF_KEYS)}, all whole numbers from 1 to 65536"
             raise InputError(f"linear_attention: {name} is {own.get(name)!r}, but {words}")
     if own["value_heads"] % own["key_heads"]:
         raise InputError(f"value_heads {own['value_heads']} is no multiple of key_heads {own['key_heads']}")
@@ -143,7 +143,7 @@ def check(config):
 
 def row_ranges(config, first, last):
     """Return {parameter: (dimension, [(start, stop)])} of key heads `first` to `last`, as tp.shard_plan does."""
-    K, V, X, Y, _ = (config.linear_attention[name] for name in SETTINGS)
+    K, V, X, Y, _ = (config.linear_attention[name] for name in HF_KEYS)
     R = V // K
     rows = {"wqkvz": 2 * X + 2 * R * Y, "wba": 2 * R, "conv": 2 * X + R * Y, "A_log": R, "dt_bias": R, "wout": R * Y}
     return {name: (int(name == "wout"), [(first * n, last * n)]) for name, n in rows.items()}
@@ -157,7 +157,7 @@ def values_from_hf(hf):
         raise InputError(f"layer_types must name full_attention or linear_attention for each of {n_layers} layers")
     return {
         "linear_layers": tuple(i for i in range(n_layers) if types[i] == "linear_attention"),
-        "linear_attention": {name: hf[key] for name, key in SETTINGS.items()},
+        "linear_attention": {name: hf[key] for name, key in HF_KEYS.items()},
     }
 
 
@@ -170,18 +170,18 @@ class LinearWeights:
 
     def __init__(self, source, config):
         self.source, self.places = source, {}  # our name: theirs
-        K, V, X, Y, _ = (config.linear_attention[name] for name in SETTINGS)
+        K, V, X, Y, _ = (config.linear_attention[name] for name in HF_KEYS)
         self.key_heads, self.rows = K, [K * X, K * X, V * Y]
         for name in source.names():
             layer, linear, tensor = name.partition("linear_attn.")
-            place = f"{layer}self_attn.{TENSORS.get(tensor, tensor)}" if linear else name
+            place = f"{layer}self_attn.{HF_TENSORS.get(tensor, tensor)}" if linear else name
             self.places.setdefault(place, []).append(name)
 
     def names(self):
         return list(self.places)
 
     def read(self, name):
-        theirs = [n for tensor in TENSORS for n in self.places[name] if n.endswith(f"linear_attn.{tensor}")]
+        theirs = [n for tensor in HF_TENSORS for n in self.places[name] if n.endswith(f"linear_attn.{tensor}")]
         first, *rest = map(self.source.read, theirs or self.places[name])
         if not rest and not name.endswith(".conv"):
             return first

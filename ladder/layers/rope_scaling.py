@@ -5,12 +5,12 @@ import reprlib
 
 import torch
 
-ORIGINAL = "original_max_position_embeddings"  # the context before it was extended
+ORIGINAL_CONTEXT = "original_max_position_embeddings"  # the context before it was extended
 ROPE_KEYS = {  # by Hugging Face's name
     "linear": ["factor"],
-    "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL],
-    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL],
-    "longrope": ["short_factor", "long_factor", "attention_factor", ORIGINAL],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL_CONTEXT],
+    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL_CONTEXT],
+    "longrope": ["short_factor", "long_factor", "attention_factor", ORIGINAL_CONTEXT],
 }
 
 
@@ -25,10 +25,10 @@ def scaled(frequencies, config):
     if "long_factor" in s:
         return frequencies / torch.tensor([s["short_factor"], s["long_factor"]], device="cpu")
     if "low_freq_factor" in s:
-        turns = s[ORIGINAL] * frequencies / (2 * math.pi)  # within the original context
+        turns = s[ORIGINAL_CONTEXT] * frequencies / (2 * math.pi)  # within the original context
         keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
     elif "beta_fast" in s:
-        turns = s[ORIGINAL] / (2 * math.pi)  # of the first pair
+        turns = s[ORIGINAL_CONTEXT] / (2 * math.pi)  # of the first pair
         first, last = (math.log(turns / s[beta], config.rope_theta) for beta in ("beta_fast", "beta_slow"))
         first, last = max(math.floor(first * R / 2), 0), min(math.ceil(last * R / 2), R - 1)
         keep = 1 - (torch.arange(R // 2, device="cpu") - first) / ((last - first) or 0.001)
