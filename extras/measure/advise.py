@@ -164,7 +164,7 @@ def measured_losses(own, tp_size):
     return result
 
 
-def candidates(own, names, tp_size):
+def distinct_configs(own, names, tp_size):
     """Return the Configs of standard, of these wirings and of `own`, without those that compute the same as another."""
     configs = [*(rewired(own, name) for name in ("standard", *names)), own]
     for config in configs:
@@ -236,7 +236,7 @@ def choose_machine(args):
 def main(argv=None):
     args = parse(argv)
     (name, own), dtype = flags.read_config(args), flags.read_dtype(args)
-    configs = candidates(own, args.wirings or variants(own), args.tp)
+    configs = distinct_configs(own, args.wirings or variants(own), args.tp)
     context, machine = min(FILLED_SLOTS, own.max_seq_len), choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
     rates = f"{machine.bandwidth / 1e9:,.1f} GB/s"

@@ -1,4 +1,4 @@
-"""What --draft names: n-grams, or a smaller checkpoint."""
+"""Reads what --draft names, n-grams or a smaller checkpoint, and makes a Draft of it."""
 
 import os.path
 import re
@@ -17,7 +17,7 @@ from model import Config
 class Source(NamedTuple):
     """What --draft names.
 
-    count: proposals of a pass. config, folder: of the checkpoint that proposes, None for n-grams.
+    count: how many tokens are proposed in each pass. config, folder: of the checkpoint that proposes; None for n-grams.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Source(NamedTuple):
 
 
 def read_draft(text, config, folder):
-    """Return the Source of --draft for a model of this config. folder: the model's, or None. Raises InputError."""
+    """Return the Source that --draft names, for a model of this config and folder (or None). Raises InputError."""
     name, count = re.fullmatch(r"(?s)(.*?)(?:@(\d{1,9}))?", text).groups(default="3")
     if not 1 <= int(count) < config.max_seq_len:
         raise InputError(f"--draft {text}: @{count} must be from 1 to the context of {config.max_seq_len}")
@@ -41,22 +41,22 @@ def read_draft(text, config, folder):
 
 
 def check_models(flag, config, folder=None, draft=None, draft_folder=None):
-    """Raise InputError unless a model of a config can be drafted for, and one of the config `draft`, if any, drafts."""
-    if config.linear_layers or (draft and draft.linear_layers):  # a state cannot forget a proposal that is rejected
+    """Raise InputError unless a model of `config` can have a draft, and one of the config `draft` can be it."""
+    if config.linear_layers or (draft and draft.linear_layers):  # the state cannot forget a rejected proposal
         raise InputError(f"{flag}: a model with linear_layers neither drafts nor is drafted for: drop it")
     if draft:
         check_vocabulary(config, folder, draft, draft_folder, flag)
 
 
 def build(job, runner):
-    """Return the Draft that a Job asks for, to help the model of its Runner."""
-    source, alone = job.draft_source, World(0, 1, job.world.device)  # its own weights are not sharded
+    """Return the Draft that a Job asks for. runner: of the model that it is to help."""
+    source, alone = job.draft_source, World(0, 1, job.world.device)  # each rank loads the whole draft model
     if source.config is None:
         return Ngrams(source.count)
     return SmallModel(source.count, runner.like(load_model(source.config, source.folder, job.args.dtype, alone)))
 
 
 def of_model(draft, count, runner):
-    """Return the Draft that complete()'s `draft` asks for, "ngram" or a model, to help the model of a Runner."""
+    """Return the Draft for complete()'s argument `draft`, "ngram" or a model. runner: of the model that it helps."""
     check_models("draft", runner.model.config, draft=None if draft == "ngram" else draft.config)
     return Ngrams(count) if draft == "ngram" else SmallModel(count, runner.like(draft))

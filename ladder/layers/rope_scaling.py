@@ -1,12 +1,12 @@
-"""Rotary embeddings of a context that was extended: Config.rope_scaling."""
+"""Rotary embeddings for a context that was extended after training: Config.rope_scaling."""
 
 import math
 import reprlib
 
 import torch
 
-ORIGINAL_CONTEXT = "original_max_position_embeddings"  # the context before it was extended
-ROPE_KEYS = {  # by Hugging Face's name
+ORIGINAL_CONTEXT = "original_max_position_embeddings"  # the context before it was extended, in tokens
+ROPE_KEYS = {  # {Hugging Face's rope_type: its keys}
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL_CONTEXT],
     "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL_CONTEXT],
@@ -15,17 +15,18 @@ ROPE_KEYS = {  # by Hugging Face's name
 
 
 def scaled(frequencies, config):
-    """Return frequencies (2, R/2), scaled: of longrope, the second row is that of texts beyond the original context.
+    """Return scaled frequencies (2, R/2). With longrope, the second row is for texts beyond the original context.
 
-    Linear scaling stretches every wavelength by `factor`. Llama 3.1 leaves those alone that are short against the
-    original context and blends a band in between; so does YaRN (arXiv 2309.00071), over whole pairs of dimensions.
+    Linear scaling makes every wavelength `factor` times longer. Llama 3.1 keeps wavelengths that are short against the
+    original context, and blends over a band between short and long ones. YaRN (arXiv 2309.00071) does the same, but its
+    band is counted in pairs of dimensions.
     """
     s, R = config.rope_scaling, 2 * frequencies.shape[-1]
     keep = torch.zeros(1, device="cpu")  # the share of each frequency that is not stretched
     if "long_factor" in s:
         return frequencies / torch.tensor([s["short_factor"], s["long_factor"]], device="cpu")
     if "low_freq_factor" in s:
-        turns = s[ORIGINAL_CONTEXT] * frequencies / (2 * math.pi)  # within the original context
+        turns = s[ORIGINAL_CONTEXT] * frequencies / (2 * math.pi)  # of each pair within the original context
         keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
     elif "beta_fast" in s:
         turns = s[ORIGINAL_CONTEXT] / (2 * math.pi)  # of the first pair
