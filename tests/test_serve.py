@@ -117,7 +117,7 @@ def in_turns(world, config, requests, n_rows):
     """What Rows answers to requests [(pass in which it comes, ids, max_tokens)], by their order."""
     net = shard(config, world)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("extras.serve.rows.SHORT_PASS", 5)  # so that a prompt takes several, between others' steps
+        patch.setattr("extras.serve.rows.SHORT_CHUNK", 5)  # so that a prompt takes several, between others' steps
         rows = Rows(Runner(net, net.new_cache(n_rows, config.max_seq_len)), config.eos_ids)
         answers, of_row, left = [[] for _ in requests], {}, list(enumerate(requests))
 
@@ -171,7 +171,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
 
 
 def test_a_long_prompt_is_prefilled_between_the_steps_of_others(monkeypatch):
-    monkeypatch.setattr(rows, "SHORT_PASS", 4)
+    monkeypatch.setattr(rows, "SHORT_CHUNK", 4)
     net = random_model(BASE)
     two = Rows(Runner(net, net.new_cache(2, 64)), ())
     ask = {"max_tokens": 30, "sampling": [0, None, 1.0, 0], "echo": False, "logprobs": None}

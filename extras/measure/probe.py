@@ -1,4 +1,4 @@
-"""What this machine reaches: bytes per second from memory and, between ranks, the time of an all-reduce by its size.
+"""Measure what this machine reaches: bytes per second from memory and, between ranks, the time of all-reduces by size.
 
 python -m extras.measure.probe
 torchrun --standalone --nproc_per_node=2 -m extras.measure.probe --json bench.jsonl
@@ -35,7 +35,7 @@ def all_reduces(world, group, seconds=0.5):
         x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
         three = functools.partial(run, group, x, 3)
         timed(world.device, three)
-        once = max(world.gather(timed(world.device, three) / 3))  # of the slowest: all count alike
+        once = max(world.gather(timed(world.device, three) / 3))  # the slowest rank's, so that all count alike
         count = max(1, min(200, int(seconds / calls / once)))
         many = functools.partial(run, group, x, count)
         median = statistics.median(timed(world.device, many) for _ in range(9)) / count

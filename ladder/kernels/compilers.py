@@ -48,7 +48,7 @@ def prepare_compile():
 
     # Inductor (torch 2.13) splits its command at spaces, and quotes all paths but this one
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
-    # Else Inductor (torch 2.13) compiles for AVX2 what it has cached for AVX-512, with loops in steps of longer vectors.
+    # Else Inductor (torch 2.13) compiles for AVX2 what it cached for AVX-512, with loops in steps of longer vectors.
     torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
     if not ON_ARM:  # today's compilers know AVX2 and AVX-512; a test takes 10 s, or 2 s if cached
         torch._inductor.config.cpp.vec_isa_ok = True
