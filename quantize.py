@@ -1,4 +1,4 @@
-"""Write a checkpoint's matrices as integers of 8 or 4 bits; ladder/kernels/int_linear.py says how these are stored.
+"""Write a checkpoint's matrices as integers of 8 or 4 bits; ladder/kernels/quant_linear.py says how these are stored.
 
 python quantize.py --checkpoint DIR --mode int8 --out DIR2
 python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep output --out DIR2

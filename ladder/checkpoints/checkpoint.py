@@ -248,9 +248,9 @@ def read_slice(weights, name, piece, device):
     tensor = empty_in_huge_pages(shape, dtype, device)
     weights.fill(tensor, name, piece.dim, ranges)
     if tensor.shape != piece.shape:
-        from ladder.kernels import int_linear
+        from ladder.kernels import quant_linear
 
-        tensor = int_linear.regroup(tensor, *piece.ranges[0], columns)
+        tensor = quant_linear.regroup(tensor, *piece.ranges[0], columns)
     if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
         why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
         raise InputError(f"tensor {name} holds NaN or infinite values {why}")

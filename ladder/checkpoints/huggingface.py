@@ -8,7 +8,7 @@ from collections import Counter
 
 import torch
 
-from ladder.checkpoints import checkpoint, expert_weights, laneformer
+from ladder.checkpoints import checkpoint, hf_experts, laneformer
 from ladder.checkpoints.checkpoint import MOST_LAYERS, read_json
 from ladder.checkpoints.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED
 from ladder.errors import InputError
@@ -159,7 +159,7 @@ def our_values(hf):
     has_linear = "linear_num_key_heads" in hf
     linear = linear_attention.values_from_hf(hf) if has_linear else {}
     n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # as transformers 5 writes it
-    experts = expert_weights.values_from_hf(hf, n_experts) if n_experts else {}
+    experts = hf_experts.values_from_hf(hf, n_experts) if n_experts else {}
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
@@ -272,7 +272,7 @@ class LlamaWeights:
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
         norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
         if config.n_experts:
-            source = expert_weights.ExpertWeights(source)
+            source = hf_experts.ExpertWeights(source)
         if config.linear_layers:
             source = linear_attention.LinearWeights(source, config)
         if "laneformer" in hf:

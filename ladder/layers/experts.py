@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ladder.kernels.int_linear import dequantize
+from ladder.kernels.quant_linear import dequantize
 
 FEW_TOKENS = 128  # up to so many, a GPU multiplies all tokens by all experts as fast as it reads the experts
 
@@ -18,7 +18,7 @@ torch.library.register_fake("ladder::experts", lambda x, chosen, *_: x.new_empty
 def floats(matrices, index=slice(None)):
     """Return the matrices of the experts at `index`, by default of all, as floats.
 
-    matrices: [weight] of all experts, or [integers, scales, zeros] as int_linear.py defines them.
+    matrices: [weight] of all experts, or [integers, scales, zeros] as quant_linear.py defines them.
     """
     chosen = [tensor[index] for tensor in matrices]
     return chosen[0] if len(chosen) == 1 else dequantize(*chosen)

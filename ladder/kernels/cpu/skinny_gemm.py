@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ladder.kernels import compilers
 from ladder.kernels.cpp import load_operators
 from ladder.kernels.huge_pages import empty_in_huge_pages
-from ladder.kernels.int_linear import add_bias, unpack
+from ladder.kernels.quant_linear import add_bias, unpack
 
 # Up to so many rows of x skinny_gemm.cpp is faster (benchmarks/decode.md): than oneDNN and, for integers, than floats
 # made of them. Where oneDNN has no bfloat16, it always is.
@@ -55,7 +55,7 @@ class SkinnyLinear(nn.Module):
         return add_bias(torch.ops.ladder.skinny_gemm(x, self.weight), self)
 
 
-# ---- The kernel of int_linear.QuantLinear ----------------------------------------------------------------------------
+# ---- The kernel of quant_linear.QuantLinear --------------------------------------------------------------------------
 
 
 def packed_shape(weight, scales, zeros):
@@ -66,7 +66,7 @@ def packed_shape(weight, scales, zeros):
 
 @torch.no_grad()
 def pack(weight, scales, zeros, out=None):
-    """Return the integers of int_linear.py in skinny_gemm.cpp's layout: (P, G, 1 + V, 64) uint8, the last panel padded.
+    """Return integers of quant_linear.py in skinny_gemm.cpp's layout: (P, G, 1 + V, 64) uint8, the last panel padded.
 
     A panel is 16 rows. It stores each group of columns as one vector of the rows' scales and zeros (bfloat16), followed
     by V vectors with four bytes from every row. With int8 these are the next four columns, q + 128, and the columns
@@ -104,7 +104,7 @@ def multiply(x, linear):
 
 
 def use_integers(linears):
-    """Pack QuantLinears that are not yet packed. Those of experts are multiplied by modules.multiply_experts."""
+    """Pack QuantLinears that are not yet packed. Those of experts are multiplied by decode_modules.multiply_experts."""
 
     def fits(linear):  # skinny_gemm.cpp is made for these group sizes
         return linear.bits == 8 or linear.in_features // linear.scales.shape[-1] in (8, 16, 32, 64, 128)

@@ -1,10 +1,10 @@
-"""The kernels of QuantLinear on a GPU. Shape letters: ladder/kernels/int_linear.py."""
+"""The kernels of QuantLinear on a GPU. Shape letters: ladder/kernels/quant_linear.py."""
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ladder.kernels.int_linear import add_bias, unpack
+from ladder.kernels.quant_linear import add_bias, unpack
 
 TRITON_INT8_ROWS = 16  # up to so many rows of x are multiplied by int8_rows.py
 # From so many rows of x on, int4 is turned into floats: for a layer of the 8b that takes an H100 4 ms, while PyTorch's

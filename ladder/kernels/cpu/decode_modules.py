@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from ladder.kernels import compilers
 from ladder.kernels.cpu import skinny_gemm
-from ladder.kernels.int_linear import swap
-from ladder.kernels.table import use_kernels
+from ladder.kernels.quant_kernels import use_kernels
+from ladder.kernels.quant_linear import swap
 from ladder.ranks import launch
 from model import Attention, FeedForward, attend
 

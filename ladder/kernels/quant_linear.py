@@ -1,4 +1,6 @@
-"""QuantLinear, a linear whose weights are integers of 8 or 4 bits, with its plainest kernels; table.py lists all.
+"""QuantLinear, a linear whose weights are integers of 8 or 4 bits, with its plainest kernels.
+
+quant_kernels.py lists all kernels.
 
 W[n, k] = scales[n, g] q[n, k] + zeros[n, g], where q are the integers and g is the group of column k.
 
@@ -35,8 +37,8 @@ class QuantLinear(nn.Module):
     """x (..., K) -> x W^T + bias (..., N), computed by `kernel`.
 
     weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G) are as the checkpoint stores them, until
-    table.use_kernels packs them for another kernel. If it holds the matrices of E experts, these shapes begin with E;
-    then it is not called, but read by the kernel of the experts.
+    quant_kernels.use_kernels packs them for another kernel. If it holds the matrices of E experts, these shapes begin
+    with E; then it is not called, but read by the kernel of the experts.
     """
 
     def __init__(self, shape, quant, group_size, bias=False):
@@ -49,7 +51,7 @@ class QuantLinear(nn.Module):
         self.scales = nn.Parameter(groups, requires_grad=False)
         self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if self.bits == 4 else None
         self.bias = nn.Parameter(torch.empty(rows[-1]), requires_grad=False) if bias else None
-        self.kernel = multiply_floats  # (x, this QuantLinear) -> y; table.use_kernels chooses another one
+        self.kernel = multiply_floats  # (x, this QuantLinear) -> y; quant_kernels.use_kernels chooses another one
 
     def rows(self, index):
         """Return the rows of W at `index` as floats; W must not be packed."""
