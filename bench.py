@@ -4,8 +4,9 @@
 ./bench.sh --checkpoint demo --tp 1 2 --batch 1 4 --wiring standard ladder  # the same as: python bench.py ...
 torchrun --nnodes=2 --nproc_per_node=8 ... bench.py --model 70b             # on each of several nodes
 
-In every round, each wiring at each batch size (a cell) generates once, one after another, so that other programs on the
-machine slow all of them alike. On one rank only the standard wiring runs, since all cost about the same there.
+A cell is a wiring at a batch size. In every round all cells generate once, one after another, so that other programs on
+the machine slow all of them alike. On one rank only one wiring runs, standard if it is named, since all cost about the
+same there.
 """
 
 import copy
@@ -36,17 +37,18 @@ from ladder.ranks.world import local_rank_and_size, rank_and_size
 from model import rewired
 from tp import shard_plan
 
-LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
+LARGE_STEP = 5e7  # bytes that a step reads; fewer may fit a processor's caches, so their MBU would mean nothing
 
 # ---- The cells: a wiring at a batch size -----------------------------------------------------------------------------
 
 
 def load_models(config, wirings, args, world):
-    """Return {wiring: model}. All share one set of weights, except for those that shard others."""
+    """Return {wiring: model}. Models share their weights if the ranks hold the same shards of them."""
     configs, models, loaded = [rewired(config, wiring) for wiring in wirings], {}, {}
     for one in sorted(configs, key=lambda c: len({norm for w in c.layer_wirings for norm in w.norms}), reverse=True):
-        key = one.wiring if one.fixed_lanes or one.named_wiring.model else (*one.mlps,)  # what the ranks share out
-        if key in loaded:  # before it, with all norms that others need
+        # the wiring with the most norms comes first, so that its weights have all norms that others need
+        key = one.wiring if one.fixed_lanes or one.named_wiring.model else (*one.mlps,)  # which MLPs are sharded
+        if key in loaded:
             models[one.wiring] = copy.copy(loaded[key])
             models[one.wiring].config = one
         else:
@@ -67,13 +69,13 @@ def make_cells(models, args, world):
         return cells
     from ladder.kernels import compiling
 
-    if world.tp_size > 1 and world.device.type == "cpu":  # the ranks of a machine share the work
+    if world.tp_size > 1 and world.device.type == "cpu":  # the ranks of a machine divide the work
         world.say(f"tp {world.tp_size}: compiling {len(cells)} cells ...")
         local, size = local_rank_and_size(world.rank, world.tp_size)
         for own in True, False:  # and then take from the machine's cache what the others compiled
             for cell in [cell for i, cell in enumerate(cells.values()) if (i % size == local) == own]:
                 compiling.compile_ahead(*cell)
-            world.gather(None)  # all have come so far
+            world.gather(None)  # waits for all ranks
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         compiling.warm_up(*cell, args.new_tokens, Sampler(0, device=world.device))
         world.say(f"tp {world.tp_size}: compiled {n} of {len(cells)}, {wiring} at batch {batch}")
@@ -84,7 +86,7 @@ def make_cells(models, args, world):
 
 
 def measure(args, world):
-    """Measure all cells on these ranks; return a line of results for each."""
+    """Measure all cells on these ranks and return a dict of results for each."""
     with world.together():
         name, config = flags.read_config(args)
         wirings = list(dict.fromkeys(args.wiring))
@@ -97,11 +99,11 @@ def measure(args, world):
     sample = Sampler(0, device=world.device)
     progress.at("measurement", timed=False)
     ways = {key: functools.partial(generate.generate, *cell, args.new_tokens, sample) for key, cell in cells.items()}
-    in_turns(ways, 1)  # to allocate memory
+    in_turns(ways, 1)  # not measured: it allocates memory
     world.say(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...")
     with next(iter(cells.values()))[0].unguarded():
         rounds = in_turns(ways, args.repeats)
-    made, lines = benchmarking.environment(world), []
+    environment, lines = benchmarking.environment(world), []
     for (wiring, batch), runs in rounds.items():
         runner, ms = cells[wiring, batch][0], [1e3 * run.decode_s / (run.new_tokens - 1) for run in runs]
         read = step_bytes(runner.model, runner.cache, args.prompt_length + args.new_tokens / 2)
@@ -111,7 +113,7 @@ def measure(args, world):
             "prompt_tokens": args.prompt_length, "new_tokens": args.new_tokens, "tpot_ms": ms,
             "ttft_ms": [1e3 * run.prefill_s for run in runs], "tok_s": 1e3 * batch / statistics.median(ms),
             "step_bytes": int(read), "bandwidth": bandwidth, "mbu": 1e3 * read / statistics.median(ms) / bandwidth[0],
-            **made,
+            **environment,
         })  # fmt: skip
     return lines
 
@@ -136,7 +138,7 @@ def tables(lines):
         return pivot(["wiring"], lines, lambda x: (x["wiring"],), lambda x: f"batch {x['batch']}", cell)
 
     def rate(line):
-        return f", {line['tok_s']:.0f} tok/s" + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
+        return f", {line['tok_s']:.0f} tok/s" + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE_STEP)
 
     size = f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, tp {one['tp']}"
     return (
@@ -153,7 +155,7 @@ def tables(lines):
 
 
 def add_flags(p):
-    """Add the flags that say which cells to measure; a sweep over links has them, too."""
+    """Add the flags that say which cells to measure, and how. Other scripts that measure have them, too."""
     flags.add_model_flags(p)
     p.add_argument("--batch", type=count, nargs="+", metavar="B", help="batch sizes")
     p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
@@ -190,12 +192,12 @@ def available_cores():
 
 
 def start(tp, args, argv):
-    """Run this script on so many ranks; returns its exit code."""
-    # one rank needs no torchrun, only what that would set
+    """Run this script on tp ranks and return its exit code."""
+    # one rank needs no torchrun, only the variables that it would set
     environment = os.environ | ({} if tp > 1 else {"RANK": "0", "WORLD_SIZE": "1"})
     if args.device == "cpu" or not torch.cuda.device_count():
         environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // tp))
-    words = ["--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={tp}"]  # this machine's name may be unknown
+    words = ["--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={tp}"]  # its name may not resolve
     words = ["-m", "torch.distributed.run", *words] if tp > 1 else []
     process = subprocess.Popen([sys.executable, *words, __file__, *argv], env=environment)
     try:
@@ -212,7 +214,7 @@ def main(argv=None):
     if "RANK" not in os.environ:
         for tp in args.tp:
             if code := start(tp, args, argv):
-                sys.exit(code)  # a rank has said why
+                sys.exit(code)  # a rank has printed the reason
         return
     if rank_and_size()[1] == 1:
         args.comm = "auto"  # a way to sum takes two ranks

@@ -1,4 +1,4 @@
-"""Load a checkpoint and complete texts from Python. All of torchrun's ranks do so alike, within launch.run(main)."""
+"""Load a checkpoint and complete texts from Python. With torchrun all ranks do the same, in launch.run(main)."""
 
 import functools
 
@@ -13,14 +13,14 @@ from ladder.ranks import launch
 from ladder.ranks.world import choose_device
 from model import rewired
 
-join = functools.cache(launch.join)  # ranks meet once, for all models
+join = functools.cache(launch.join)  # the ranks meet only once, however many models are loaded
 
 
 def load(folder, device=None, dtype=None, wiring=None):
     """Return (model, tokenizer) of a checkpoint folder; the tokenizer is None if the folder has none.
 
-    device: e.g. "cpu" or "cuda"; default: cuda if there is a GPU. dtype: a name in DTYPES; default: the checkpoint's.
-    wiring: e.g. "ladder:16"; default: the checkpoint's. Raises InputError.
+    device: e.g. "cpu" or "cuda"; by default cuda if there is a GPU. dtype: a name in DTYPES; by default the
+    checkpoint's own. wiring: e.g. "ladder:16"; by default the checkpoint's own. Raises InputError.
     """
     if dtype not in (None, *DTYPES):
         raise InputError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}")
@@ -37,8 +37,8 @@ def complete(
 ):  # fmt: skip
     """Return the text that follows each of the prompts, a list of texts, up to its end-of-sequence token.
 
-    stream: return an iterator instead, over lists of the next piece of each text, as soon as it is there.
-    draft: None, "ngram", or a smaller model with the same vocabulary; it proposes `proposals` tokens at a time.
+    stream: if True, return an iterator instead, which after each step yields a list of the new text of each prompt.
+    draft: None, "ngram", or a smaller model with the same vocabulary, which proposes `proposals` tokens at a time.
     Raises InputError.
     """
     if tokenizer is None:
@@ -49,7 +49,7 @@ def complete(
     sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
     _, slots = fit(max_new_tokens, rows, model.config.max_seq_len)
-    cache = make_cache(model, len(rows), slots, in_buckets=compile)  # calls of about the same length share a graph
+    cache = make_cache(model, len(rows), slots, in_buckets=compile)  # so that calls of similar lengths share a graph
     runner = Runner(model, cache, compile)
     if draft is not None:
         from ladder.decoding import drafts

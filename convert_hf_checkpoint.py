@@ -26,7 +26,10 @@ from ladder.ranks.ending import out_of_memory
 
 
 def open_source(source, revision=None):
-    """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file."""
+    """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file.
+
+    It prints what is ignored or left out. Raises InputError.
+    """
     path = Path(source)
     local = os.path.exists(path) or os.path.isdir(source.partition("/")[0])
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
@@ -52,23 +55,26 @@ def open_source(source, revision=None):
 
 
 def download(repository, revision=None):
-    """Return the local snapshot of a hub model."""
+    """Download a hub model and return its folder. Raises InputError."""
     import huggingface_hub
 
-    # no code of a folder is run
+    # *.py is for extras.export.verify; here no code of a folder is run
     patterns = ["model*.safetensors", "*.json", "*.py", *TOKENIZER_FILES]
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    except Exception as e:  # its own errors, its HTTP library's, the operating system's
+    except Exception as e:  # errors of huggingface_hub, of its HTTP library, of the operating system
         raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None
 
 
 def convert(source, config, folder, dtype, shard_bytes):
-    """Write our config.json and safetensors from a source's tensors, one shard in memory at a time."""
+    """Write our config.json and safetensors from a source's tensors, with one file in memory at a time.
+
+    Raises InputError for tensors that are missing, of another shape than the config says, or not part of the model.
+    """
     available, shapes = set(source.names()), writing.shapes(config)
     sources, head = {name: hf_names(name) for name in shapes}, hf_names("output.weight")
     if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
-        sources["tok_embeddings.weight"] = head  # where some folders have the tied tensor
+        sources["tok_embeddings.weight"] = head  # under whose name some folders have the tied tensor
     needed = {n for names in sources.values() for n in names}
     if missing := sorted(needed - available):
         raise InputError(f"the source has no tensor {missing[0]}")
@@ -97,7 +103,7 @@ def convert(source, config, folder, dtype, shard_bytes):
 
 
 def check_lanes(config):
-    """Raise InputError for a wiring that needs a number of lanes and has none, or more lanes than heads."""
+    """Raise InputError for a wiring that needs a number of lanes but names none, or that has too many for the shape."""
     if config.named_wiring.depends_on_lanes and config.fixed_lanes is None:
         name = config.wiring
         raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
@@ -121,10 +127,10 @@ def main(argv=None):
     values = next((name for name in weights.names() if name.endswith(".v_proj.weight")), None)
     if values is None:
         raise InputError(f"{args.source} has no tensor v_proj.weight")
-    # LlamaWeights reads values in the source's own dtype
+    # Read from the values, since LlamaWeights returns them in the source's own dtype.
     dtype = checkpoint.chosen_dtype(args.dtype, weights, values)
     source = args.tokenizer or folder
-    tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refused before the work
+    tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refuses a bad one before the work
     if tokenizer and tokenizer.left_out:
         print(f"left out: the tokens {', '.join(tokenizer.left_out)}, for which the embedding has no rows")
     if tokenizer and (more := {name: i for name, i in tokenizer.ends.items() if i not in config.eos_ids}):

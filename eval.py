@@ -47,7 +47,7 @@ def parse(argv):
 
 
 def read_documents(args, tokenizer):
-    """Return (the token ids of each document, BOS included; the bytes that are scored: all but each first token's)."""
+    """Return (the token ids of each document, BOS included, and the number of bytes without each first token's)."""
     text = checkpoint.read_text(args.text, flag="--text ")
     texts = [part.strip() for part in text.split(SEPARATOR) if part.strip()] if SEPARATOR in text else [text]
     documents, n_bytes, left = [], 0, args.max_tokens or math.inf
@@ -56,19 +56,19 @@ def read_documents(args, tokenizer):
         if len(ids) > left:
             ids = ids[:left]
             while len(ids) > 2 and tokenizer.decode(ids[-16:]).endswith("\ufffd"):
-                ids.pop()  # a byte of a character that was cut
+                ids.pop()  # it is part of a character that was cut
             part = tokenizer.decode(ids)
         left -= len(ids)
         if len(ids) > 1:
             documents.append(ids)
-            n_bytes += len(part.encode()) - len(tokenizer.decode(ids[:1]).encode())  # BOS has none
+            n_bytes += len(part.encode()) - len(tokenizer.decode(ids[:1]).encode())  # BOS has no bytes
     if not documents:
         raise InputError(f"--text {args.text} has no text: scoring takes two tokens or more, BOS included")
     return documents, n_bytes
 
 
 def plan_windows(args, *configs):
-    """Return the (window, stride, batch) that the flags ask for, which fit all of these models."""
+    """Return (window, stride, batch) by the flags, such that they fit all of these configs. Raises InputError."""
     context = min(config.max_seq_len for config in configs)
     size = args.window or min(2048, context)
     if size > context:
@@ -79,8 +79,8 @@ def plan_windows(args, *configs):
     return size, stride, args.batch or max(1, 2**28 // (4 * size * configs[0].vocab_size))
 
 
-def checked(nats, folder, model):
-    """Return nats; raise InputError if they are not finite."""
+def check_finite(nats, folder, model):
+    """Return nats. Raises InputError if they are not finite."""
     if not math.isfinite(nats):
         dtype = checkpoint.dtype_name(model.dtype)
         raise InputError(f"{folder} gives a loss of {nats} nats per token in {dtype}: try another --dtype")
@@ -88,13 +88,13 @@ def checked(nats, folder, model):
 
 
 def score_text(args, world, model, reference_config, documents, n_bytes, plan):
-    """Return (results as a dict, results in words) of a text. reference_config: of --compare, or None."""
+    """Return (the results for a text as a dict, the results in words). reference_config: of --compare, or None."""
     n, comparison, words = sum(len(ids) - 1 for ids in documents), {}, ""
     if reference_config is None:
         nats = total_nats(model, documents, *plan, world.rank == 0) / n
     else:
         nats, comparison, words = compare(args, world, model, reference_config, documents, plan)
-    bits = checked(nats, args.checkpoint, model) * n / math.log(2) / n_bytes if n_bytes else None
+    bits = check_finite(nats, args.checkpoint, model) * n / math.log(2) / n_bytes if n_bytes else None
     result = {
         "text": Path(args.text).name, "documents": len(documents), "tokens": n, "nats_per_token": nats,
         "perplexity": math.exp(nats) if nats < 700 else None, "bytes": n_bytes, "bits_per_byte": bits,
@@ -104,10 +104,10 @@ def score_text(args, world, model, reference_config, documents, n_bytes, plan):
 
 
 def compare(args, world, model, reference_config, documents, plan):
-    """Return (nats per token, results of the comparison as a dict, results in words)."""
+    """Return (nats per token, the comparison with the reference as a dict, the comparison in words)."""
     reference = generate.load_model(reference_config, args.compare, args.dtype, world)
     kl, agree, nats, reference_nats = divergence(model, reference, documents, *plan, world.rank == 0)
-    nats, base = nats.mean().item(), checked(reference_nats.mean().item(), args.compare, reference)
+    nats, base = nats.mean().item(), check_finite(reference_nats.mean().item(), args.compare, reference)
     p99, same = kl.kthvalue(math.ceil(0.99 * len(kl))).values.item(), agree.double().mean().item()
     words = f", {nats - base:+.4f} against {args.compare} ({reference_config.wiring})\n"
     words += f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
@@ -123,10 +123,10 @@ def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
     with world.together():
-        own = checkpoint.read_config(args.checkpoint)
-        config = flags.with_wiring(own, args)
+        stored_config = checkpoint.read_config(args.checkpoint)
+        config = flags.with_wiring(stored_config, args)
         if world.rank == 0:
-            flags.warn_of_wiring(own, config, world.shares)
+            flags.warn_of_wiring(stored_config, config, world.shares)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")

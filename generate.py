@@ -67,7 +67,7 @@ def load_model(config, folder, dtype, world):
         model = load_weights(config, weights, dtype, world.device, world.rank, world.shares)
     progress.at("preparation", timed=False)  # waiting for slower ranks is no hang
     if config.quant:
-        from ladder.kernels.table import use_kernels
+        from ladder.kernels.quant_kernels import use_kernels
 
         use_kernels(model, world.device.type)
     if world.group is not None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from ladder import config_check, wiring_text
 from ladder.errors import InputError
-from ladder.kernels import int_linear
+from ladder.kernels import quant_linear
 from ladder.layers.attention_inputs import attention_metadata, norm_heads, rope_frequencies, rotate
 from ladder.layers.norms import ACTIVATIONS, NORMS
 
@@ -595,7 +595,7 @@ def build(config, kind=None):
     with torch.device("meta"):
         model = (kind or config.named_wiring.model or Transformer)(config)
         if config.quant:
-            int_linear.replace_matrices(model)
+            quant_linear.replace_matrices(model)
         if config.tie_embeddings:
             for name, parameter in model.tok_embeddings.named_parameters():
                 setattr(model.output, name, parameter)

@@ -1,4 +1,4 @@
-"""Write a checkpoint's matrices as integers of 8 or 4 bits; ladder/kernels/int_linear.py says how these are stored.
+"""Write a checkpoint's matrices as integers of 8 or 4 bits; ladder/kernels/quant_linear.py says how these are stored.
 
 python quantize.py --checkpoint DIR --mode int8 --out DIR2
 python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep output --out DIR2
@@ -17,8 +17,8 @@ from ladder.ranks import launch
 from model import build
 from tp import shard_plan
 
-PIECE = 2**18  # numbers that are quantized at a time: few enough for the cache
-FILE = 2**26  # bytes of a file, or a layer if that is more: all of a file's tensors are in memory at once
+QUANTIZED_AT_ONCE = 2**18  # numbers that are quantized at a time; they fit a processor's cache
+FILE_BYTES = 2**26  # of a written file, or a layer if it is larger: the tensors of a file are in memory at once
 
 
 def to_int8(w):
@@ -31,9 +31,10 @@ def to_int8(w):
 def to_int4(w, group_size, iterations=20):
     """Return integers (N, K / 2) uint8, scales and zeros (N, K / group_size) bfloat16 for w (N, K) float32.
 
-    It starts with 16 even steps over the range of each group. Each iteration takes the scale and the zero with the
-    least squared error for the integers, then the nearest integers for those (Lloyd's algorithm on an even grid); each
-    group keeps its best. Scales and zeros are rounded to bfloat16 before the integers are chosen, which compensates.
+    The first integers are 16 even steps over the range of each group. Each iteration takes the scale and the zero with
+    the least squared error for the integers, then the nearest integers for these (Lloyd's algorithm on an even grid).
+    Each group keeps its best result. Scales and zeros are rounded to bfloat16 before the integers are chosen, so that
+    the integers make up for the rounding.
     """
     w = w.unflatten(1, (-1, group_size))  # (N, G, K / G)
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
@@ -61,20 +62,20 @@ def _round_int4(w, scales, zeros):
 
 
 def _nonzero(x):
-    """Return x with 1 in place of 0, to divide by."""
+    """Return x with 1 in place of 0, so that it can be a divisor."""
     return torch.where(x == 0, 1.0, x)
 
 
 def quantized(weights, config, iterations):
-    """Return a function from a tensor's name to the quantized tensor. weights: those of the original."""
+    """Return a function read(name) of the quantized tensors. weights: of the original. It raises InputError."""
     stored = dict(build(config).named_parameters())
 
-    @functools.lru_cache(1)  # weight, scales and zeros of a matrix are asked for one after another
+    @functools.lru_cache(1)  # the weight, scales and zeros of a matrix are read one after another
     def integers(path):
         names = [f"{path}.{name}" for name in ("weight", "scales", "zeros") if f"{path}.{name}" in stored]
         tensors = {name: torch.empty_like(stored[name], device="cpu") for name in names}
-        w = weights.read(f"{path}.weight").flatten(0, -2)  # the matrices of all experts are one
-        step = max(1, PIECE // w.shape[1])
+        w = weights.read(f"{path}.weight").flatten(0, -2)  # the matrices of all experts become one
+        step = max(1, QUANTIZED_AT_ONCE // w.shape[1])
         for i in range(0, len(w), step):
             piece = w[i : i + step].float()
             results = to_int8(piece) if config.quant == "int8" else to_int4(piece, config.group_size, iterations)
@@ -108,9 +109,9 @@ def main(argv=None):
     args = p.parse_args(argv)
     config, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
-    kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
-    new = dataclasses.replace(config, quant=args.mode, group_size=group_size, not_quantized=kept)
-    shard_plan(new, 0, (1,) * (new.fixed_lanes or 1))  # refuses lanes that would cut groups
+    not_quantized = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
+    new = dataclasses.replace(config, quant=args.mode, group_size=group_size, not_quantized=not_quantized)
+    shard_plan(new, 0, (1,) * (new.fixed_lanes or 1))  # raises InputError for lanes that would cut groups
     for name, shape in writing.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
     sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}
@@ -124,7 +125,7 @@ def main(argv=None):
         writing.write_config(folder, new)
         writing.copy_tokenizer(args.checkpoint, folder)
         read = quantized(weights, new, args.iterations)
-        writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE))
+        writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE_BYTES))
     small, large = sum(sizes.values()), sum(before.values())
     print(f"{args.out}: {small / 1e6:,.1f} MB, {large / small:.2f} times smaller than before ({large / 1e6:,.1f} MB)")
     print(f"what that costs: python eval.py --checkpoint {args.out} --compare {args.checkpoint} --text FILE")

@@ -237,7 +237,7 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
 def stored_length(start, stop, columns):
     """Return how many elements store columns `start` to `stop` of a matrix; an element stores so many `columns`.
 
-    A bound that cuts a group of int4 makes all groups smaller (int_linear.regroup): columns 0 to 96 with scales for
+    A bound that cuts a group of int4 makes all groups smaller (quant_linear.regroup): columns 0 to 96 with scales for
     groups of 64 need 3 scales for groups of 32.
     """
     return (stop - start) // math.gcd(columns, start, stop)

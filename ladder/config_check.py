@@ -4,7 +4,7 @@ from ladder.errors import InputError
 from ladder.layers import rope_scaling
 from ladder.layers.norms import ACTIVATIONS, NORMS
 
-EXPERTS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
+EXPERT_FIELDS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
 
 
 def check(c):
@@ -35,7 +35,7 @@ def check(c):
         from ladder.layers import mixture
 
         mixture.check(c)
-    elif given := [name for name in EXPERTS if getattr(c, name)] + ["wiring farskip"] * (c.parsed.name == "farskip"):
+    elif given := [n for n in EXPERT_FIELDS if getattr(c, n)] + ["wiring farskip"] * (c.parsed.name == "farskip"):
         raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
     check_quantization(c)
     if c.named_wiring.model:

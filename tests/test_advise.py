@@ -232,10 +232,10 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     assert losses(shown) == {"ladder:0,2": "+0.0 %"} and "ladder:0,2, as it is: no other" in shown
     halves = [dataclasses.replace(FORM, wiring=f"ladder:{layers}") for layers in ("2", "3,4", "4,3")]
     assert [advise.retraining(halves[0], other, 2) for other in halves] == ["no"] * 3
-    assert {len(advise.candidates(own, ["ladder:2"], 2)) for own in halves} == {2}
-    assert len(advise.candidates(dataclasses.replace(config, wiring="spd/2"), ["spd", "spd/2"], 2)) == 2
+    assert {len(advise.distinct_configs(own, ["ladder:2"], 2)) for own in halves} == {2}
+    assert len(advise.distinct_configs(dataclasses.replace(config, wiring="spd/2"), ["spd", "spd/2"], 2)) == 2
     with pytest.raises(InputError, match="the 3 lanes of wiring spd/3 do not fit 2 ranks"):
-        advise.candidates(config, ["spd/3"], 2)
+        advise.distinct_configs(config, ["spd/3"], 2)
     laned = dataclasses.replace(config, wiring="spd/2")
     others = [dataclasses.replace(laned, wiring=wiring) for wiring in ("spd:3/2", "spd:3/4", "spd")]
     assert [advise.retraining(laned, other, 3) for other in others] == ["no", "yes, in 4 lanes", "yes, in 3 lanes"]

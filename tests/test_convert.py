@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import convert_hf_checkpoint
 import generate
+import quantize
 import tp
 from generate import Runner
 from ladder.checkpoints import checkpoint, families, huggingface
@@ -283,10 +284,10 @@ def test_all_that_transformers_reads_is_computed_or_refused_or_harmless(family):
     names |= {*re.findall(r'kwargs\.\w+\(\s*"(\w+)"', config_code)}
     names |= {*re.findall(r'attr\(\s*(?:self\.)?config, "(\w+)"', model_code + mask_code)} - ASKED
     own = huggingface.FAMILIES[family]
-    known = {*own.keys, *own.only, *families.ONLY, *families.REQUIRED, *families.HARMLESS, *families.REMEDIES}
+    known = {*own.keys, *own.only, *families.ONLY_VALUES, *families.REQUIRED, *families.HARMLESS, *families.REMEDIES}
     assert names - known <= {"rope_parameters", "rope_scaling", "model_type"}
     rope_names = {*re.findall(r'rope_parameters(?:_dict)?(?:\.get\(|\[)"(\w+)"', rope_code)}
-    assert len(rope_names) > 10 and rope_names <= known | huggingface.ROPE
+    assert len(rope_names) > 10 and rope_names <= known | huggingface.ALL_ROPE_KEYS
 
 
 def test_what_transformers_does_not_read_is_ignored_and_named(hf_folder, tmp_path, capsys):
@@ -380,6 +381,26 @@ def test_what_wraps_a_module_is_no_part_of_a_tensors_name(wrap, hf_folder, tmp_p
     state = {wrap.format(name): w for name, w in take_state(hf_folder).items()}
     save_file(state, hf_folder / "model.safetensors")
     check_parity(convert(hf_folder, tmp_path / "ours"), theirs)
+
+
+def test_a_folder_of_an_earlier_version_is_read(tmp_path):
+    """post_norms was sum_norms, also in the names of tensors, and not_quantized was kept."""
+    theirs = hf_model("gemma2")
+    theirs.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours")
+    quantize.main(f"--checkpoint {tmp_path}/ours --mode int8 --keep wo,w2 --out {tmp_path}/int8".split())
+    for name in "ours", "int8":
+        config = checkpoint.read_config(tmp_path / name)
+        expected = tp.load_shard(config, checkpoint.Weights(tmp_path / name), torch.float32, "cpu")(TOKENS)
+        for before, now in ("sum_norms", "post_norms"), ("kept", "not_quantized"):
+            path = tmp_path / name / "config.json"
+            path.write_text(path.read_text().replace(f'"{now}"', f'"{before}"'))
+        state = {n.replace("_post_norm.", "_sum_norm."): w for n, w in take_state(tmp_path / name).items()}
+        save_file(state, tmp_path / name / "model.safetensors")
+        assert '"sum_norms": true' in path.read_text() and "layers.0.ffn_sum_norm.weight" in state
+        assert checkpoint.read_config(tmp_path / name) == config
+        again = tp.load_shard(config, checkpoint.Weights(tmp_path / name), torch.float32, "cpu")(TOKENS)
+        assert (again == expected).all()
 
 
 def test_the_wiring_is_the_configs_or_the_flags(hf_folder, tmp_path):

@@ -19,8 +19,8 @@ from test_quantize import CASES, check_model, integers
 
 from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
-from ladder.kernels import compilers, compiling, cpp, int_linear
-from ladder.kernels.cpu import modules, skinny_gemm
+from ladder.kernels import compilers, compiling, cpp, quant_linear
+from ladder.kernels.cpu import decode_modules, skinny_gemm
 from model import attend
 
 
@@ -43,7 +43,7 @@ def test_few_rows_are_exact_up_to_the_last_rounding(threads):
 
 def in_float64(weight, scales, zeros):
     """The matrix that they stand for."""
-    return int_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
+    return quant_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
 
 
 SHAPES = [(1, 1, None), (33, 2731, None), (64, 129, None)]
@@ -100,9 +100,9 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
 @pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
 def test_packed_weights_are_the_weights_for_many_rows(N, K, size, threads, monkeypatch):
     skinny_gemm.build()
-    monkeypatch.setattr(skinny_gemm, "PANELS", 2)
+    monkeypatch.setattr(skinny_gemm, "PANELS_AT_ONCE", 2)
     weight, scales, zeros = integers(N, K, size)
-    exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
+    exact = quant_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
     packed, one = skinny_gemm.pack(weight, scales, zeros), torch.eye(K).bfloat16()
     with torch.inference_mode():  # which the other threads do not inherit
         w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
@@ -188,7 +188,7 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
 
 @pytest.mark.slow
 def test_a_compiled_model_with_few_rows(monkeypatch):
-    monkeypatch.setattr(skinny_gemm, "FEW", 8)  # more in prefill, fewer in decode
+    monkeypatch.setattr(skinny_gemm, "SKINNY_ROWS", 8)  # more in prefill, fewer in decode
     changes = {"head_dim": 64, "sliding_window": 3, "window_layers": (1,), "qkv_bias": True, "qk_norm": True}
     config = dataclasses.replace(BASE, wiring="ladder", n_layers=2, **changes)
     net = random_model(config)
@@ -199,7 +199,7 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
     eager = last_logits(net, tokens, lengths)
     logits = last_logits(net, tokens, lengths, compile=True)
     assert {type(m) for m in net.modules() if hasattr(m, "in_features")} == {skinny_gemm.SkinnyLinear}
-    assert all(block.attention.attend is modules.decode_attend for block in net.layers)
+    assert all(block.attention.attend is decode_modules.decode_attend for block in net.layers)
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
         assert (logits[row] - expected).abs().max() < 0.05 * expected.abs().max()
@@ -211,13 +211,13 @@ COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied"
 
 @pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
 def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
-    monkeypatch.setattr(skinny_gemm, "FEW_INT", 8)  # more in prefill, fewer in decode
+    monkeypatch.setattr(skinny_gemm, "SKINNY_INT_ROWS", 8)  # more in prefill, fewer in decode
     config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
     net = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
-    kernels = {m.kernel for m in net.modules() if type(m) is int_linear.QuantLinear}
+    kernels = {m.kernel for m in net.modules() if type(m) is quant_linear.QuantLinear}
     kept = [m for m in net.modules() if type(m) is skinny_gemm.SkinnyLinear]
     assert kernels == {skinny_gemm.multiply} and bool(kept) == bool(config.not_quantized)
-    gated = {type(block.feed_forward) is modules.SkinnyFeedForward for block in net.layers}
+    gated = {type(block.feed_forward) is decode_modules.SkinnyFeedForward for block in net.layers}
     assert gated == {not config.mlp_bias and "w2" not in config.not_quantized and config.activation == "silu"}
 
 
@@ -232,7 +232,7 @@ def test_attention_in_a_window_without_a_cache():
         expected = net(tokens[:, :8])
         compiling.use_decode_kernels(net)
         logits = net(tokens[:, :8])
-    assert net.layers[0].attention.attend is modules.decode_attend
+    assert net.layers[0].attention.attend is decode_modules.decode_attend
     assert (logits - expected).norm() < 0.03 * expected.norm()
 
 

@@ -26,7 +26,7 @@ from ladder.checkpoints import checkpoint
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.decoding.batch import pad
 from ladder.errors import InputError
-from ladder.kernels import int_linear
+from ladder.kernels import quant_linear
 from ladder.kernels.cpu import skinny_gemm
 from ladder.layers import experts
 from ladder.layers.mixture import MoE
@@ -198,7 +198,7 @@ def check_integers(config, exact, mode, ranks, tmp_path):
     for name in exact:
         path = name.removesuffix(".weight")
         parts = [state.get(n) for n in (name, f"{path}.scales", f"{path}.zeros")]
-        twin[name] = parts[0] if parts[1] is None else int_linear.dequantize(*(p if p is None else p.float() if
+        twin[name] = parts[0] if parts[1] is None else quant_linear.dequantize(*(p if p is None else p.float() if
                      p.dtype == torch.bfloat16 else p for p in parts))  # fmt: skip
     expected = rank_logits(None, config, twin)
     for logits in run_ranks(ranks, rank_logits, own, state):

@@ -478,8 +478,8 @@ def test_an_overflow_of_float16_is_named(tmp_path):
         generate.main(["--checkpoint", str(tmp_path), *flags])
     model = generate.load_model(BASE, str(tmp_path), "float16", World(0, 1, torch.device("cpu")))
     with pytest.raises(InputError, match="loss of nan .* in float16: .*--dtype"):
-        eval.checked(torch.nan, str(tmp_path), model)
-    assert eval.checked(1.5, str(tmp_path), model) == 1.5
+        eval.check_finite(torch.nan, str(tmp_path), model)
+    assert eval.check_finite(1.5, str(tmp_path), model) == 1.5
 
 
 def twice(world, compile):

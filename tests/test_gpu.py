@@ -21,7 +21,7 @@ from helpers import WIRED, check_split_attention, command, last_logits, random_m
 from reference import MixtureReference
 
 from ladder.checkpoints.sizes import RandomWeights
-from ladder.kernels import int_linear, table
+from ladder.kernels import quant_kernels, quant_linear
 from ladder.kernels.gpu import integers
 from model import Config
 from tp import load_shard
@@ -82,10 +82,10 @@ def quantized(quant, **changes):
     net = load_shard(config, RandomWeights(config, DEVICE), torch.bfloat16, DEVICE)
     state = dict(net.state_dict())
     for name, module in net.named_modules():
-        if isinstance(module, int_linear.QuantLinear):
+        if isinstance(module, quant_linear.QuantLinear):
             zeros = None if module.zeros is None else module.zeros.double()
-            state[f"{name}.weight"] = int_linear.dequantize(module.weight, module.scales.double(), zeros)
-    table.use_kernels(net, DEVICE.type)
+            state[f"{name}.weight"] = quant_linear.dequantize(module.weight, module.scales.double(), zeros)
+    quant_kernels.use_kernels(net, DEVICE.type)
     return net, state
 
 

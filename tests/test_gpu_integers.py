@@ -9,8 +9,8 @@ from helpers import ROOT
 
 import generate
 from ladder.checkpoints import checkpoint, sizes
-from ladder.kernels import int_linear, table
-from ladder.kernels.gpu.integers import MANY, unpacked, use_int4
+from ladder.kernels import quant_kernels, quant_linear
+from ladder.kernels.gpu.integers import INT4_FLOAT_ROWS, unpacked, use_int4
 from ladder.ranks.world import World
 
 
@@ -49,7 +49,7 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
         return (q[..., ::2] | q[..., 1::2] << 4).view(torch.int32).unflatten(-1, (32, 4))
 
     def multiply(x, packed, group_size, pairs):
-        assert len(x) < MANY
+        assert len(x) < INT4_FLOAT_ROWS
         b = packed.flatten(2).view(torch.uint8)
         q = torch.stack((b & 15, b >> 4), -1).flatten(2)[..., order.argsort()]
         q = q.unflatten(-1, (8, 128)).transpose(1, 2).reshape(N, -1, group_size).to(x.dtype)
@@ -58,17 +58,17 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
 
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack", pack)
     monkeypatch.setattr(torch, "_weight_int4pack_mm", multiply)
-    linear = int_linear.QuantLinear((N, K), "int4", size, bias)
+    linear = quant_linear.QuantLinear((N, K), "int4", size, bias)
     linear.weight.copy_(torch.randint(0, 256, (N, K // 2), generator=g, dtype=torch.uint8))
     for tensor in filter(lambda t: t is not None, (linear.scales, linear.zeros, linear.bias)):
         tensor.copy_(torch.rand(tensor.shape, generator=g) + 0.5)
     if bias:
         linear.bias = torch.nn.Parameter(64 * linear.bias.bfloat16(), requires_grad=False)
-    exact = int_linear.dequantize(linear.weight, linear.scales.double(), linear.zeros.double())
+    exact = quant_linear.dequantize(linear.weight, linear.scales.double(), linear.zeros.double())
     middle = (linear.zeros + 8 * linear.scales).double().repeat_interleave(size, dim=1)  # which is rounded
     use_int4([linear])
     assert ((unpacked(linear) - exact).abs() <= 2**-8 * (middle.abs() + exact.abs())).all()
-    x = torch.randn(2, MANY // 2, K, generator=g).bfloat16()
+    x = torch.randn(2, INT4_FLOAT_ROWS // 2, K, generator=g).bfloat16()
     for part in x, x[:, :-1]:
         result = part.double() @ unpacked(linear).double().T + (linear.bias if bias else 0)
         assert ((linear(part) - result).abs() <= 2**-7 * (part.double().abs() @ exact.abs().T + 96)).all()
@@ -80,11 +80,11 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
 ])  # fmt: skip
 def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, dtype, used, monkeypatch):
     config, calls = sizes.named_size(f"1b:1:{quant}" if quant else "1b:1"), []
-    linear = int_linear.QuantLinear((8, 128), quant, 64)
+    linear = quant_linear.QuantLinear((8, 128), quant, 64)
     loaded = types.SimpleNamespace(config=config, dtype=checkpoint.DTYPES[dtype], modules=lambda: [loaded, linear])
     monkeypatch.setattr(sizes, "RandomWeights", lambda *_: None)
     monkeypatch.setattr(generate, "load_shard", lambda *_: loaded)
-    for key in table.KERNELS:
-        monkeypatch.setitem(table.KERNELS, key, lambda linears, key=key: calls.append((*key, linears)))
+    for key in quant_kernels.KERNELS:
+        monkeypatch.setitem(quant_kernels.KERNELS, key, lambda linears, key=key: calls.append((*key, linears)))
     assert generate.load_model(config, None, dtype, World(0, 1, torch.device(device))) is loaded
     assert calls == [(quant, device, [linear])] * used

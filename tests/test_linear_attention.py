@@ -19,7 +19,7 @@ from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.command_line.draft_flag import read_draft
 from ladder.errors import InputError
 from ladder.kernels import compiling
-from ladder.kernels.cpu import modules, skinny_gemm
+from ladder.kernels.cpu import decode_modules, skinny_gemm
 from ladder.lanes.lanes import load_lanes
 from ladder.layers.linear_attention import gated_delta_rule, normalized
 from ladder.memory import step_bytes
@@ -221,7 +221,7 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
     layer, gated = fast.layers[0].attention, fast.layers[1].attention
     for linear in layer.wqkvz, layer.wout, gated.wqkv, gated.wo:
         assert linear.kernel is skinny_gemm.multiply if quant else type(linear) is skinny_gemm.SkinnyLinear
-    assert gated.attend is modules.decode_attend and type(layer.wba) is skinny_gemm.SkinnyLinear
+    assert gated.attend is decode_modules.decode_attend and type(layer.wba) is skinny_gemm.SkinnyLinear
     with torch.inference_mode():
         exact, plain, fast = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain, fast))
     assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()

@@ -308,7 +308,7 @@ def test_measuring_runs_what_is_compiled_already(monkeypatch):
 
 def probed(world, out):
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(probe, "MESSAGES", [1024, 4096])
+        m.setattr(probe, "MESSAGE_BYTES", [1024, 4096])
         m.setattr(launch, "join", lambda *_: world)
         m.setattr(benchmarking, "read_bandwidth", lambda *_: 2e9)
         probe.main(["--json", out])

@@ -33,7 +33,7 @@ import quantize
 import tp
 from ladder.checkpoints import checkpoint, writing
 from ladder.errors import InputError
-from ladder.kernels import compiling, int_linear, table
+from ladder.kernels import compiling, quant_kernels, quant_linear
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
 CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160)
@@ -131,7 +131,7 @@ def integers(N, K, size, seed=0):
 def test_a_rank_without_rows_of_the_output_head():
     config = dataclasses.replace(INT8, vocab_size=9)
     net = tp.load_shard(config, StateWeights(quantized_state(config)), torch.bfloat16, "cpu", 3, (1,) * 4)
-    for use in (functools.partial(table.use_kernels, kernel_set="cpu"), compiling.use_decode_kernels):
+    for use in (functools.partial(quant_kernels.use_kernels, kernel_set="cpu"), compiling.use_decode_kernels):
         use(net)
         assert net.output(numbers(2, 40, 64).bfloat16()).shape == (2, 40, 0)
 
@@ -157,7 +157,7 @@ def expected_logits(config):
 
 def check_model(config, dtype, tolerance, fast=False, compile=False):
     """Return a quantized model, `fast`: with the kernels of --compile, whose logits are those that its numbers say."""
-    table.use_kernels(net := int_shard(config, dtype), "cpu")
+    quant_kernels.use_kernels(net := int_shard(config, dtype), "cpu")
     for _ in range(2 * fast):  # as for two Runners of one model: the second changes nothing
         compiling.use_decode_kernels(net)
     logits = last_logits(net, *unequal_rows(config), compile=compile)
@@ -168,8 +168,8 @@ def check_model(config, dtype, tolerance, fast=False, compile=False):
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_a_quantized_model_computes_what_its_numbers_say(config, monkeypatch):
-    monkeypatch.setattr(int_linear, "FEW", 8)  # more in prefill, fewer in decode
-    monkeypatch.setattr(int_linear, "PIECE", 700)  # several pieces of each matrix
+    monkeypatch.setattr(quant_linear, "INT8_KERNEL_ROWS", 8)  # more in prefill, fewer in decode
+    monkeypatch.setattr(quant_linear, "DEQUANTIZED_AT_ONCE", 700)  # several pieces of each matrix
     for dtype, tolerance in (torch.float32, 1e-4), (torch.float16, 0.01), (torch.bfloat16, 0.06):
         check_model(config, dtype, tolerance)
 
@@ -177,7 +177,7 @@ def test_a_quantized_model_computes_what_its_numbers_say(config, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
 def test_compiled_it_does_with_pytorchs_kernels_too(config, monkeypatch):
-    monkeypatch.setattr(compiling.modules, "use_skinny_gemm", lambda model: None)
+    monkeypatch.setattr(compiling.decode_modules, "use_skinny_gemm", lambda model: None)
     check_model(dataclasses.replace(config, n_layers=1), torch.bfloat16, 0.06, compile=True)
 
 
@@ -185,7 +185,7 @@ def rank_logits(world, cases, tokens, lengths, compile):
     out = []
     for config, dtype in cases:
         net = int_shard(config, dtype, world)
-        table.use_kernels(net, "cpu")
+        quant_kernels.use_kernels(net, "cpu")
         out.append(last_logits(net, tokens, lengths, compile=compile))
     return out
 

@@ -117,7 +117,7 @@ def in_turns(world, config, requests, n_rows):
     """What Rows answers to requests [(pass in which it comes, ids, max_tokens)], by their order."""
     net = shard(config, world)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("extras.serve.rows.SHORT_PASS", 5)  # so that a prompt takes several, between others' steps
+        patch.setattr("extras.serve.rows.SHORT_CHUNK", 5)  # so that a prompt takes several, between others' steps
         rows = Rows(Runner(net, net.new_cache(n_rows, config.max_seq_len)), config.eos_ids)
         answers, of_row, left = [[] for _ in requests], {}, list(enumerate(requests))
 
@@ -171,7 +171,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
 
 
 def test_a_long_prompt_is_prefilled_between_the_steps_of_others(monkeypatch):
-    monkeypatch.setattr(rows, "SHORT_PASS", 4)
+    monkeypatch.setattr(rows, "SHORT_CHUNK", 4)
     net = random_model(BASE)
     two = Rows(Runner(net, net.new_cache(2, 64)), ())
     ask = {"max_tokens": 30, "sampling": [0, None, 1.0, 0], "echo": False, "logprobs": None}
@@ -374,7 +374,7 @@ def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model
     args = SimpleNamespace(**args, allow_origin=["https://a.example"], checkpoint=ROOT / "demo")
     listener = socket.create_server(("127.0.0.1", 0))
     monkeypatch.setattr(serving.launch, "at_end", [])
-    monkeypatch.setattr(serving, "IDLE", 0.5)
+    monkeypatch.setattr(serving, "IDLE_SECONDS", 0.5)
     front = serving.Front(args, serving.Listener(fileno=listener.detach()))
     send = functools.partial(Server.send, SimpleNamespace(port=front.address[1]))
     try:

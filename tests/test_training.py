@@ -78,7 +78,7 @@ def test_many_chats_are_rendered_in_their_order_and_not_all_at_once(tmp_path, mo
     monkeypatch.setattr(Letters, "template", "{{ raise_exception('no') }}")
     with pytest.raises(InputError, match="chats.jsonl line 1: .*refuses this conversation: no"):
         data.tokenize([path], Letters(), [2], tmp_path / "x.tokens")
-    assert len(read) == data.QUEUED < 400
+    assert len(read) == data.DOCUMENTS_AT_ONCE < 400
 
 
 def test_windows_hold_every_token_and_no_document_sees_another(tokens):
@@ -135,7 +135,7 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
 
 
 def test_the_loss_is_the_naive_one(monkeypatch):
-    monkeypatch.setattr(adapt, "CHUNK", 4)
+    monkeypatch.setattr(adapt, "LOSS_TOKENS", 4)
     student = random_model(dataclasses.replace(BASE, wiring="ladder:2"), 1).double()
     teacher = random_model(BASE, 2).double()
     generator = torch.Generator().manual_seed(0)

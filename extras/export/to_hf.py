@@ -14,24 +14,24 @@ from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.checkpoints.families import FAMILIES
-from ladder.checkpoints.huggingface import ACTIVATIONS, ORIGINAL, ROPE_TYPES, hf_names, our_values, read_hf
+from ladder.checkpoints.huggingface import HF_ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
 from ladder.checkpoints.tokenizer import SentencePieceTokenizer, load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError
-from ladder.layers.rope_scaling import ROPE_KEYS
+from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
 
-CODE = Path(__file__).with_name("exported")  # copied into a folder whose model transformers does not have
-BLOCKS = {  # of the wirings that this code computes
+EXPORTED_CODE = Path(__file__).with_name("exported")  # copied into a folder if transformers does not have its model
+WIRING_BLOCKS = {  # {a wiring that the exported code computes: its key "block"}
     "standard": "standard", "ladder": "standard", "parallel": "parallel", "parallel-ladder": "parallel",
     "pair": "pair", "pair-ladder": "pair",
 }  # fmt: skip
-NAMES = {  # of transformers' families whose tensors are ours one by one; the first that reads back is taken
+HF_CLASSES = {  # {a family with the same tensors as ours: its class}; the first that reads back as the model is used
     "llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3",
     "smollm3": "SmolLM3", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
     "ministral3": "Ministral3", "stablelm": "StableLm", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3",
     "olmo2": "Olmo2", "olmo3": "Olmo3",
 }  # fmt: skip
-MIXTRAL = {  # its names for Qwen's
+MIXTRAL_NAMES = {  # {a part of Qwen's tensor names: Mixtral's}
     ".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3.",
 }  # fmt: skip
 OWN_FAMILY = {
@@ -42,7 +42,7 @@ OWN_FAMILY = {
         "AutoModelForCausalLM": "modeling_ladder.LadderForCausalLM",
     },
 }  # fmt: skip
-FIELDS = {  # of Config, that this code computes
+OWN_FAMILY_FIELDS = {  # the fields of Config that the exported code computes
     "n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "intermediate_size", "vocab_size", "max_seq_len",
     "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "qkv_bias", "wo_bias", "mlp_bias", "qk_norm",
     "nope_layers", "bos_id", "eos_ids", "wiring",
@@ -50,13 +50,13 @@ FIELDS = {  # of Config, that this code computes
 
 
 def family_of(config, hf):
-    """Return the config.json of transformers' family that reads back as this standard model, or None.
+    """Return a config.json of the first family of transformers that reads back as this standard model, or None.
 
-    hf: the keys that every family has.
+    hf: the keys that all families have.
     """
     c, last = config, range(config.n_layers)
     kinds = ["sliding_attention" if i in c.window_layers else "full_attention" for i in last]
-    [activation] = [theirs for theirs, ours in ACTIVATIONS.items() if ours == c.activation]
+    [activation] = [theirs for theirs, ours in HF_ACTIVATIONS.items() if ours == c.activation]
     keys = {
         "attention_bias": c.qkv_bias, "attention_out_bias": c.wo_bias, "mlp_bias": c.mlp_bias, "qkv_bias": c.qkv_bias,
         "use_qkv_bias": c.qkv_bias, "hidden_act": activation, "hidden_activation": activation, "pad_token_id": None,
@@ -70,7 +70,7 @@ def family_of(config, hf):
     }  # fmt: skip
     if c.window_layers:
         keys |= {"sliding_window": c.sliding_window, "use_sliding_window": True, "layer_types": kinds}
-    for family, name in NAMES.items():
+    for family, name in HF_CLASSES.items():
         own = {k: v for k, v in keys.items() if k in {*FAMILIES[family].keys, "hidden_act", "pad_token_id"}}
         own = {"model_type": family, "architectures": [f"{name}ForCausalLM"], **hf, **own}
         if c.window_rope_theta:
@@ -85,10 +85,10 @@ def family_of(config, hf):
 
 
 def names_in_hf(name, config, family):
-    """Return the Hugging Face names of the tensors that ours becomes, in order: of experts, one for each."""
+    """Return the Hugging Face names of the tensors that ours becomes, in order; each expert has its own."""
     names = hf_names(name)
     if family == "mixtral":
-        for qwen, mixtral in MIXTRAL.items():
+        for qwen, mixtral in MIXTRAL_NAMES.items():
             names = [name.replace(qwen, mixtral) for name in names]
     theirs = {glm: other for other, glm in FAMILIES[family].norms.items()}
     names = [".".join(theirs.get(part, part) for part in name.split(".")) for name in names]
@@ -98,19 +98,19 @@ def names_in_hf(name, config, family):
 
 
 def own_family(config):
-    """Return the keys that name the model in exported/, whose model_type transformers refuses to load without its code.
+    """Return the keys that name the model in exported/. transformers refuses its model_type without that code.
 
     Raises InputError for a Config that has no such form.
     """
     name = config.parsed.name
-    if name not in BLOCKS:
-        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(BLOCKS)} have one")
+    if name not in WIRING_BLOCKS:
+        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(WIRING_BLOCKS)} have one")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name not in FIELDS and value != field.default:
+        if field.name not in OWN_FAMILY_FIELDS and value != field.default:
             raise InputError(f"{field.name} {value!r} has no Hugging Face form here, only {field.default!r} has one")
     return {
-        **OWN_FAMILY, "wiring": config.wiring, "block": BLOCKS[name], "stale": config.named_wiring.stale,
+        **OWN_FAMILY, "wiring": config.wiring, "block": WIRING_BLOCKS[name], "stale": config.named_wiring.stale,
         "wired_layers": [i for i, wiring in enumerate(config.layer_wirings) if wiring is config.named_wiring],
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm, "attention_dropout": 0.0, "pad_token_id": None, "hidden_act": "silu",
@@ -132,8 +132,8 @@ def config_to_hf(config, dtype):
     if config.rope_scaling:
         [rope_type] = [name for name, keys in ROPE_KEYS.items() if set(keys) == config.rope_scaling.keys()]
         hf["rope_scaling"] = {"rope_type": rope_type, **config.rope_scaling}
-        if rope_type == "linear":  # whose max_position_embeddings would be taken for the original context
-            hf["rope_scaling"][ORIGINAL] = int(config.max_seq_len / config.rope_scaling["factor"])
+        if rope_type == "linear":  # else max_position_embeddings would be taken for the original context
+            hf["rope_scaling"][ORIGINAL_CONTEXT] = int(config.max_seq_len / config.rope_scaling["factor"])
         if config.llama4_beta:
             hf["rope_scaling"]["llama_4_scaling_beta"] = config.llama4_beta
     family = family_of(config, hf) if config.wiring == "standard" else None
@@ -141,14 +141,14 @@ def config_to_hf(config, dtype):
 
 
 def ungroup(wqkv, config):
-    """Return (q, k, v): the inverse of group."""
+    """Return (q, k, v) of wqkv: the inverse of huggingface.group."""
     queries = config.n_heads // config.n_kv_heads * config.head_dim
-    chunks = wqkv.unflatten(0, (config.n_kv_heads, -1)).split([queries, config.head_dim, config.head_dim], dim=1)
-    return [t.flatten(0, 1) for t in chunks]
+    parts = wqkv.unflatten(0, (config.n_kv_heads, -1)).split([queries, config.head_dim, config.head_dim], dim=1)
+    return [t.flatten(0, 1) for t in parts]
 
 
 def convert_to_hf(source, config, folder, dtype, shard_bytes):
-    """Write a Hugging Face folder from our checkpoint's weights, one shard in memory at a time."""
+    """Write a Hugging Face folder from our checkpoint's weights, with one file in memory at a time."""
     hf = config_to_hf(config, dtype)
     ours, sizes = {}, {}  # by Hugging Face's name: (our name, index among q, k and v or experts), bytes
     for name, shape in writing.shapes(config).items():
@@ -166,17 +166,17 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
     writing.write_weights(folder, sizes, read, shard_bytes)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     if "auto_map" in hf:
-        for path in CODE.glob("*.py"):
+        for path in EXPORTED_CODE.glob("*.py"):
             shutil.copyfile(path, folder / path.name)
 
 
 def write_tokenizer_json(folder, sentencepiece):
-    """Write a SentencePiece BPE model as tokenizer.json, because transformers would read its spaces in another way."""
+    """Write a SentencePiece BPE model as a tokenizer.json, because transformers would read its spaces differently."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     pieces = [sentencepiece.id_to_piece(i) for i in range(sentencepiece.vocab_size())]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    merges = []  # a pair for each way to put a piece together, those of the highest scores first
+    merges = []  # the pairs of pieces that make up a piece, those of the highest scores first
     for i, piece in enumerate(pieces):
         if not (sentencepiece.is_control(i) or sentencepiece.is_unknown(i) or sentencepiece.is_byte(i)):
             pairs = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
@@ -196,7 +196,7 @@ def write_tokenizer_json(folder, sentencepiece):
 
 
 def convert_tokenizer(folder, tokenizer):
-    """Make transformers read a SentencePiece model that has no settings beside it as this project does."""
+    """Make transformers read a SentencePiece model without settings files in the same way as this project."""
     has_settings = (folder / "tokenizer_config.json").exists()
     if not isinstance(tokenizer, SentencePieceTokenizer) or len(tokenizer.special) != 2 or has_settings:
         return

@@ -1,4 +1,4 @@
-"""Compare a converted checkpoint with what transformers computes from its source; exit code 2 if they differ.
+"""Compare a converted checkpoint with what transformers computes from its source. The exit code is 2 if they differ.
 
 python -m extras.export.verify meta-llama/Llama-3.2-1B checkpoints/1b
 """
@@ -16,9 +16,9 @@ from ladder.ranks import launch
 from tp import load_shard
 
 TEXT = "Once upon a time there was a little dog who counted up to 10, and then ran to the park. "
-LENGTH = 600  # tokens, or the whole context: longer than a Laneformer's window of 512
-# The largest difference of logits that is taken for rounding, relative to the largest logit. In random models of up to
-# 48 layers rounding made 7e-7, 1e-2 and 7e-2; most mistakes make more.
+N_TOKENS = 600  # or the whole context; more than a Laneformer's window of 512
+# The largest difference between logits, relative to the largest logit, that counts as rounding. In random models of up
+# to 48 layers rounding made 7e-7, 1e-2 and 7e-2; most mistakes make more.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}
 
 
@@ -36,7 +36,7 @@ def expected(folder, ids, dtype, trust_remote_code, **how):
         return net.eval()(ids).logits[0].float()
     except ImportError as e:
         raise InputError(f"{first_line(e)}: pip install transformers, as requirements-peers.txt says") from None
-    except Exception as e:  # its own errors, and those of the folder's code
+    except Exception as e:  # errors of transformers and of the folder's code
         hint = "" if trust_remote_code else " (with --trust-remote-code it runs the folder's own code)"
         raise InputError(f"transformers cannot run {folder}: {first_line(e)}{hint}") from None
 
@@ -58,8 +58,8 @@ def main(argv=None):
         raise InputError(f"transformers runs {args.source} as {source_config.wiring}, not as {config.wiring}")
     weights, tokenizer = checkpoint.Weights(args.checkpoint), load_tokenizer(args.checkpoint, config.vocab_size)
     dtype = checkpoint.chosen_dtype(None, weights)
-    ids = tokenizer.encode(TEXT * LENGTH) if tokenizer else [i * i % config.vocab_size for i in range(LENGTH)]
-    ids = torch.tensor([ids[: min(LENGTH, config.max_seq_len)]])
+    ids = tokenizer.encode(TEXT * N_TOKENS) if tokenizer else [i * i % config.vocab_size for i in range(N_TOKENS)]
+    ids = torch.tensor([ids[: min(N_TOKENS, config.max_seq_len)]])
     how = {"attn_implementation": "eager"} if config.score_cap else {}  # PyTorch's attention would ignore the cap
     theirs = expected(folder, ids, dtype, args.trust_remote_code, **how)
     ours = load_shard(config, weights, dtype, "cpu")(ids)[0].float()

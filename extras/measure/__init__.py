@@ -1,1 +1,1 @@
-"""What a run costs and would cost elsewhere: links, exposed communication, reports, sweeps, tables and figures."""
+"""Measures what communication costs, and predicts what it would cost over other links."""

@@ -38,13 +38,13 @@ class Work(NamedTuple):
 
 
 def decode_work(config, dtype, tp_size, batch, context):
-    """Return {"attention": Work, "feed_forward": Work, "rest": Work}: of the mean layer, and outside the layers.
+    """Return {"attention": Work, "feed_forward": Work, "rest": Work}: of a mean layer, and outside the layers.
 
-    It is the work of the rank with the most, for which the others wait. context: filled slots of the cache. Of the
-    embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not suit the config.
+    It is the work of the rank that has the most, since the others wait for it. context: filled slots of the cache. Of
+    the embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not fit the config.
     """
-    kept = *config.not_quantized, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.not_quantized)
-    config = dataclasses.replace(config, tie_embeddings=False, not_quantized=kept)
+    names = *config.not_quantized, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.not_quantized)
+    config = dataclasses.replace(config, tie_embeddings=False, not_quantized=names)
     ranks = [rank_work(config, dtype, rank, (1,) * tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
 
@@ -57,7 +57,7 @@ def rank_work(config, dtype, rank, shares, batch, context):
         if "norm" in name or "tok_embeddings" in name:
             continue
         place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
-        read, used = 1, 1  # the shares of the weights that a step reads, and that a token multiplies with
+        read, used = 1, 1  # the shares of the weights that a step reads, and that one token is multiplied by
         if ".experts." in name:
             read = mixture.chosen_share(config, batch)
             used = config.experts_per_token / config.n_experts
@@ -73,7 +73,7 @@ def rank_work(config, dtype, rank, shares, batch, context):
 
 
 class Machine(NamedTuple):
-    """bandwidth: bytes per second that a rank reads. flops: operations per second, infinite if unknown."""
+    """A rank's machine. bandwidth: bytes per second that it reads. flops: per second, infinite if unknown."""
 
     name: str
     bandwidth: float
@@ -90,11 +90,11 @@ GPUS = {
     "a100": (2.039e12, 312e12), "h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12),
     "3090": (0.936e12, 71e12), "4090": (1.008e12, 165.2e12), "5090": (1.792e12, 209.5e12),
 }  # fmt: skip
-# The share of the published bandwidth that a decode step reaches: gpt-fast's README has 1397 of an A100's 2039 GB/s for
-# the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
-SHARE = 0.7
-CONTEXT = 1024  # filled slots of the cache, at most
-MOST_LOSS = 2.0  # percent, of a wiring that is recommended
+# The share of the published bandwidth that a decode step reaches. In gpt-fast's README the 7b in bfloat16 on one A100
+# reaches 1397 of 2039 GB/s. The upper bound that the paper measured is lower: see benchmarks/bench.md.
+BANDWIDTH_SHARE = 0.7
+FILLED_SLOTS = 1024  # filled slots of the cache, at most
+MOST_LOSS = 2.0  # percent that a recommended wiring may lose
 PCIE = """pcie was measured with eight GPUs and NCCL. Two to four that read one another's memory (nvidia-smi topo -p2p r
 says OK) are pcie-p2p with one-shot kernels, 20us+74gbps with NCCL; those that cannot, such as RTX 5070 Ti, pcie-host.
 extras.measure.probe measures yours."""
@@ -105,8 +105,8 @@ extras.measure.probe measures yours."""
 class Times(NamedTuple):
     """Seconds of a layer's attention and MLP, of a step's rest, of an all-reduce, and of gathering the best tokens.
 
-    flight: for how many seconds of an all-reduce the link can already carry the next one. norm_sum: of the small
-    all-reduce in each attention that norms all queries, and all keys, together; nothing hides it.
+    flight: for how many seconds of an all-reduce the link can already carry the next one. norm_sum: seconds of the
+    small all-reduce in each attention with whole_qk_norm, which nothing hides.
     """
 
     attention: float
@@ -142,41 +142,43 @@ def wiring_key(config, tp_size):
 
 
 def retraining(own, config, tp_size):
-    """Return in words whether weights of the Config `own` need training to run in this wiring."""
+    """Return in words whether weights of the Config `own` must be retrained for the wiring of `config`."""
     if wiring_key(config, tp_size) == wiring_key(own, tp_size):
         return "no"
     return f"yes, in {config.fixed_lanes or tp_size} lanes" if config.named_wiring.depends_on_lanes else "yes"
 
 
 def measured_losses(own, tp_size):
-    """Return {wiring_key: percent} by which small standard models, retrained in a wiring on 20 % of the tokens of their
-    training, ended above one trained plainly on as many: benchmarks/quality.md, and benchmarks/experts.md of a mixture.
+    """Return {wiring_key: percent}: how much retraining in this wiring raised the loss of a small standard model.
+
+    It was retrained on 20 % of the tokens of its training, and is compared with one that was trained plainly on as
+    many: benchmarks/quality.md and, for a mixture, benchmarks/experts.md.
     """
     half, middle, losses = own.n_layers // 2, own.n_layers // 4, {own.wiring: 0.0}
     if own.wiring == "standard" and own.n_experts:
         losses |= {"ladder": 3.4}
-    elif own.wiring == "standard":  # of weights in another wiring nobody knows
+    elif own.wiring == "standard":  # for weights in another wiring it was not measured
         losses |= {"ladder": 0.8, f"ladder:{half}": 0.3, "parallel-ladder": 3.0, "spd/4": 0.1, "delayed/4": 0.3}
         losses |= {f"pair:{middle}-{middle + half // 2 * 2 - 1}": -0.2}
     result = {}
     for wiring, loss in losses.items():
-        with contextlib.suppress(InputError):  # these weights cannot have it
+        with contextlib.suppress(InputError):  # if these weights cannot run in it
             result[wiring_key(rewired(own, wiring), tp_size)] = loss
     return result
 
 
-def candidates(own, names, tp_size):
-    """Return the Configs of standard, of these wirings and of `own`, without those that compute the same as another."""
+def distinct_configs(own, names, tp_size):
+    """Return the Configs of standard, of these wirings and of `own`, but only one of those that compute the same."""
     configs = [*(rewired(own, name) for name in ("standard", *names)), own]
     for config in configs:
-        lanes_of_rank(config, 0, (1,) * tp_size)  # or an InputError
+        lanes_of_rank(config, 0, (1,) * tp_size)  # raises InputError
     return [*{wiring_key(config, tp_size): config for config in configs}.values()]
 
 
 def advice(configs, times, own, tp_size):
-    """Return a Markdown table of Configs, of which the first is standard, by their Times: the fastest first.
+    """Return a Markdown table of predictions, the fastest Config first. The first of `configs` is standard.
 
-    Last come the bounds, which have no all-reduce.
+    times: of each Config. Bounds, which have no all-reduce, stand at the end.
     """
     steps, rows = [step_seconds(*pair) for pair in zip(configs, times, strict=True)], []
     losses, best = measured_losses(own, tp_size), (math.inf, None)
@@ -220,15 +222,15 @@ def parse(argv):
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
-    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: all; of {link.FORMS}")
+    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: all; of {link.LINK_FORMS}")
     return p.parse_args(argv)
 
 
 def choose_machine(args):
     """Return the Machine that the flags describe."""
     if args.gpu:
-        on_paper = f"{100 * SHARE:.0f} % of the {args.gpu.upper()} on paper"
-        machine = Machine(on_paper, *(SHARE * rate for rate in GPUS[args.gpu]))
+        on_paper = f"{100 * BANDWIDTH_SHARE:.0f} % of the {args.gpu.upper()} on paper"
+        machine = Machine(on_paper, *(BANDWIDTH_SHARE * rate for rate in GPUS[args.gpu]))
     else:
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     return machine if args.tflops is None else machine._replace(flops=1e12 * args.tflops)
@@ -237,8 +239,8 @@ def choose_machine(args):
 def main(argv=None):
     args = parse(argv)
     (name, own), dtype = flags.read_config(args), flags.read_dtype(args)
-    configs = candidates(own, args.wirings or variants(own), args.tp)
-    context, machine = min(CONTEXT, own.max_seq_len), choose_machine(args)
+    configs = distinct_configs(own, args.wirings or variants(own), args.tp)
+    context, machine = min(FILLED_SLOTS, own.max_seq_len), choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
     rates = f"{machine.bandwidth / 1e9:,.1f} GB/s"
     if machine.flops < math.inf:

@@ -1,6 +1,6 @@
-"""The least time that a step takes: model.py's loop, on a clock where computing and all-reduces take known times.
+"""The least time that a step can take: model.py's loop, run on a simulated clock.
 
-It needs neither weights nor ranks, so it says at once what a wiring could gain over a link.
+Computing and all-reduces take given times, so neither weights nor ranks are needed to say what a wiring could gain.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from model import all_wirings, interleave, list_sublayers, rewired
 
 
 def variants(config):
-    """Return the wirings to compare by default: all that the model can have, several parameters of some."""
+    """Return the wirings to compare by default: all that the model can run in, some with several parameters."""
 
     def fits(text):
         with contextlib.suppress(InputError):
@@ -31,8 +31,8 @@ def variants(config):
 class Clock:
     """Simulated collectives: sublayers and all-reduces take time, and nothing else does.
 
-    all_reduce: seconds of an all-reduce. flight: for how many of these the link can already carry the next one.
-    now: the time. started: how many all-reduces.
+    all_reduce: seconds of an all-reduce. flight: for how many of these seconds the link can already carry the next one.
+    now: the time in seconds. started: how many all-reduces were started.
     """
 
     tp_size = lanes = 1
@@ -57,7 +57,7 @@ class Clock:
         return 0.0
 
     def sum_now(self, seconds):
-        """Wait for a small all-reduce, which waits for those that are in flight."""
+        """Start a small all-reduce, which waits for those that are in flight, and wait for it."""
         self.started += 1
         self.now = self.free_at = max(self.now, self.free_at) + seconds
 
@@ -69,10 +69,10 @@ class Clock:
 
 
 def run_layers(config, attention, feed_forward, all_reduce, splits=1, flight=0.0, norm_sum=0.0):
-    """Return the Clock after a step in which each attention and each MLP takes so many seconds, in any wiring.
+    """Return the Clock after a step, in any wiring. attention, feed_forward: seconds of each attention and each MLP.
 
-    splits: parts of the prompt, which take turns, each with its own all-reduces. norm_sum: seconds of the sum over the
-    ranks that whole_qk_norm waits for in the middle of an attention. flight: as in Clock.
+    splits: how many parts of the prompt take turns, each with its own all-reduces. norm_sum: seconds of the sum over
+    the ranks that whole_qk_norm waits for in the middle of an attention. all_reduce, flight: as in Clock.
     """
 
     def attend(*_):

@@ -1,4 +1,4 @@
-"""Exposed communication: how long a step, a prefill or one token of decode, waits for its all-reduces; and traces."""
+"""Exposed communication: how long a prefill or a decode step waits for its all-reduces. It also traces steps."""
 
 import copy
 import functools
@@ -20,18 +20,18 @@ from tp import TensorParallel
 
 
 class Silent(TensorParallel):
-    """Collectives without all-reduces: each wiring computes the same sublayers, on partials."""
+    """Collectives without all-reduces: the same sublayers compute, but on partials."""
 
     start, wait = SingleDevice.start, SingleDevice.wait
     settle, pin = SingleDevice.settle, SingleDevice.pin
 
 
-@torch.inference_mode()  # as generate() makes its tensors: the compiler would take others for another graph
+@torch.inference_mode()  # as in generate(): else the compiler would make another graph for these tensors
 def replays(runner, tokens, lengths):
-    """Return {"prefill", "decode": a function that runs that step, any number of times}.
+    """Return {"prefill": function, "decode": function}, which run that step any number of times.
 
-    runner: a generate.Runner; its prefill becomes one pass. tokens, lengths: its prompts, as `pad` makes them.
-    The decode step writes and reads up to the last slot but one of the cache.
+    runner: a generate.Runner, whose prefill becomes one chunk. tokens, lengths: prompts, as `pad` makes them. The
+    decode step reads and writes up to the last slot before the dummy slot.
     """
     runner.chunk_tokens = tokens.numel()
     token, longest = tokens[:, :1].clone(), cache_slots(runner.cache) - 1
@@ -44,9 +44,9 @@ def replays(runner, tokens, lengths):
 class Case(NamedTuple):
     """What measure() compares: a step, and the same step without its all-reduces.
 
-    comm: the model's collectives. partial: a tensor of the size that they sum. link: what world.group emulates
-    meanwhile. n_bytes: what a step reads of the weights of all attentions, of all MLPs, and of the output head (a
-    prefill computes few logits). splits: parts of a prompt, interleaved.
+    comm: the model's collectives. partial: a tensor of the size that they sum. link: what world.group emulates during
+    the steps. n_bytes: of the weights that a step reads, those of all attentions, of all MLPs, and of the output head
+    (0 for a prefill, which computes few logits). splits: how many parts of the prompt take turns.
     """
 
     config: Config
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 @torch.inference_mode()
 def make_case(kind, runner, tokens, lengths, world):
-    """Return the Case of a runner's step, "prefill" or "decode"; tokens, lengths: as replays() has them."""
+    """Return the Case of a runner's step, "prefill" or "decode"; tokens, lengths: as in replays()."""
     model, silent, (B, S) = runner.model, copy.copy(runner.model), tokens.shape
     silent.comm = Silent(model.config, world.shares, world.group)
     steps = [replays(one, tokens, lengths)[kind] for one in (runner, runner.like(silent, runner.cache))]
@@ -80,7 +80,7 @@ def measure(world, cases, seconds):
     There are as many rounds as about `seconds` allow, at least 3.
     """
     ways = {key: functools.partial(_run, world, case, own_all_reduce(world, case)) for key, case in cases.items()}
-    for way in ways.values():  # may compile
+    for way in ways.values():  # the first run may compile
         way()
     start = time.perf_counter()
     first = in_turns(ways, 1)
@@ -90,7 +90,7 @@ def measure(world, cases, seconds):
 
 
 def own_all_reduce(world, case):
-    """Return a function that sums a case's partial; on a GPU a CUDA graph, as in the steps."""
+    """Return a function that sums a case's partial; on a GPU it replays a CUDA graph, as the steps do."""
 
     def all_reduce():
         case.comm.wait(case.comm.start(case.partial))
@@ -103,18 +103,18 @@ def own_all_reduce(world, case):
 
 
 def _run(world, case, all_reduce):
-    """Return the seconds of one round of a case, by name."""
+    """Return {"all_reduce", "silent", "step": seconds} of one round of a case."""
     world.group.set_link(case.link)
-    timed(world.device, all_reduce)  # waits until all ranks are here
+    timed(world.device, all_reduce)  # waits for all ranks
     steps = {"all_reduce": all_reduce, "silent": case.silent_step, "step": case.step}
     return {name: timed(world.device, step) for name, step in steps.items()}
 
 
 def _report(case, runs):
-    """Return what the runs of a case say: medians, as README.md has them.
+    """Return the medians over the runs of a case, which README.md explains.
 
-    For the limit, the silent step's time is shared out by the bytes of weights. The small sums of whole_qk_norm count
-    as all-reduces like the others.
+    For the limit, the time of the silent step is divided in proportion to the bytes of weights. The small sums of
+    whole_qk_norm count as all-reduces.
     """
     ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0]}
     attention, feed_forward, rest = (ms["silent"] * n_bytes / sum(case.n_bytes) for n_bytes in case.n_bytes)
@@ -136,8 +136,8 @@ def _report(case, runs):
 @torch.inference_mode()
 def profile(folder, world, name, step):
     """Trace a step under its name into folder/rankN.json, for chrome://tracing or ui.perfetto.dev."""
-    step()  # may compile
-    with torch.profiler.profile() as trace, torch.profiler.record_function(name):  # of all devices that there are
+    step()  # the first run may compile
+    with torch.profiler.profile() as trace, torch.profiler.record_function(name):  # of all kinds of devices
         step()
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)

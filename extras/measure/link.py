@@ -1,8 +1,8 @@
 """An emulated link between the ranks: each collective takes at least as long as it would take over that link.
 
-A process group passes the model's collectives on to the real one, or to none if a rank is simulated alone, and holds
-each result back until the link would have delivered it, counted from this rank's own start. (A peer that starts later
-delays a real link by as much, but this one only if the real collective is longer.)
+A process group passes the model's collectives on to the real group, or to none if a rank is simulated alone. It returns
+each result only when the link would have delivered it, counted from this rank's own start. (A peer that starts later
+delays a real link by as much, but this one only if the real collective takes longer.)
 """
 
 import argparse
@@ -18,9 +18,9 @@ from ladder.ranks.group import Group, Pending
 
 
 class Link(NamedTuple):
-    """latency_us: microseconds of a small collective. gbps: gigabits per second in each direction, None for no limit.
+    """A link between ranks. latency_us: microseconds of a small collective. gbps: gigabits per second, or None.
 
-    A collective delays the next one until it is delivered, as on NCCL's stream; with tcp only while its bytes are sent.
+    The next collective starts when this one is delivered, as on NCCL's stream; with tcp when its bytes are sent.
     """
 
     name: str
@@ -29,17 +29,17 @@ class Link(NamedTuple):
     tcp: bool = False
 
     def seconds(self, n_bytes, tp_size, passes=2):
-        """Return the seconds of a ring for n_bytes: an all-reduce takes two passes, an all-gather one."""
+        """Return the seconds of a ring over n_bytes. An all-reduce takes two passes around it, an all-gather one."""
         return 1e-6 * self.latency_us + passes * (tp_size - 1) / tp_size * n_bytes * self.per_byte
 
     @property
     def flight(self):
-        """Return for how many seconds of a collective the link can already carry the next one."""
+        """For how many seconds of a collective the link can already carry the next one."""
         return 1e-6 * self.latency_us * self.tcp
 
     @property
     def per_byte(self):
-        """Return the seconds of a byte that a rank sends."""
+        """Seconds for each byte that a rank sends."""
         return 8e-9 / self.gbps if self.gbps else 0.0
 
 
@@ -69,11 +69,11 @@ LINKS = {
     ]
 }  # fmt: skip
 FREE = LINKS["free"]
-FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 1ms, 50gbps or 100us+50gbps, or tcp+ and one of these"
+LINK_FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 1ms, 50gbps or 100us+50gbps, or tcp+ and one of these"
 
 
 def parse(text):
-    """Return the Link of a name in LINKS, or of numbers, of which one may be left out (an argparse type)."""
+    """Return the Link of a name in LINKS, or of numbers, of which one may be left out. Used as an argparse type."""
     if text.startswith("tcp+"):
         return parse(text[4:])._replace(name=text, tcp=True)
     if text in LINKS:
@@ -82,14 +82,14 @@ def parse(text):
     latency, unit, gbps = numbers.groups() if numbers else (None, None, None)
     latency_us = float(latency or 0) * (1000 if unit == "ms" else 1)
     if not (latency or gbps) or latency_us > 1e7 or not 1e-3 <= float(gbps or 1) <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {FORMS}")
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {LINK_FORMS}")
     return Link(text, latency_us, gbps and float(gbps))
 
 
 def emulate(world, link, simulate_tp=None):
-    """Return a World like this one, whose collectives take as long as over the link.
+    """Return a copy of this World whose collectives take as long as over the link.
 
-    simulate_tp: the number of ranks of which this process alone stands for rank 0. Raises InputError.
+    simulate_tp: if given, this process alone simulates rank 0 of so many. Raises InputError.
     """
     if simulate_tp is not None and world.tp_size > 1:
         raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
@@ -105,9 +105,9 @@ def emulate(world, link, simulate_tp=None):
 class LinkedGroup(Group):
     """A process group over an emulated link. On a GPU it carries one collective at a time, even with the link's `tcp`.
 
-    inner: the group that does the work, or None to simulate this rank alone: then the sum is this rank's partial, and
-    each rank's share of a gathered tensor is this rank's. set_link() replaces the link between steps; on a GPU only if
-    the first one is not free, since a free link launches no kernel.
+    inner: the group that does the work, or None to simulate this rank alone. Then a sum is this rank's partial, and
+    every rank's part of a gathered tensor is this rank's. set_link() replaces the link between steps. On a GPU it needs
+    a first link that is not free, since a free link launches no kernel.
     """
 
     def __init__(self, inner, link, rank, tp_size, device):
@@ -117,7 +117,7 @@ class LinkedGroup(Group):
         if device.type == "cuda" and link.seconds(1, 2) > 0:
             from ladder.kernels import compiling
 
-            compiling.prepare(device)  # its kernel is Triton's
+            compiling.prepare(device)  # the kernel is written in Triton
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link
             self.costs = torch.zeros(2, dtype=torch.float64, device=device)
         self.set_link(link)
@@ -140,7 +140,7 @@ class LinkedGroup(Group):
         return self._pending(None, delivered)
 
     def _pending(self, work, delivered):
-        """Return a Pending that ends when the real collective has ended and the link has delivered it."""
+        """Return a Pending whose wait ends when the real collective has ended and the link has delivered it."""
 
         def finish():
             if work is not None:
@@ -167,7 +167,7 @@ class LinkedGroup(Group):
 
 
 def sleep_until(deadline):
-    """Sleep, which leaves the core to others, and spin for the last 0.1 to 0.2 ms: sleep() may wake that late."""
+    """Sleep, so that others can use the core, but spin for the last 0.1 to 0.2 ms, since sleep() may wake that late."""
     while (left := deadline - time.perf_counter()) > 0:
         if left > 2e-4:
             time.sleep(left - 1e-4)

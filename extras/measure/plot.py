@@ -1,4 +1,4 @@
-"""Figures of a sweep: how many times as fast as standard each wiring is, by the time of an all-reduce."""
+"""Draws a sweep: how many times as fast as standard each wiring is, against the time of an all-reduce."""
 
 import itertools
 import statistics
@@ -27,7 +27,7 @@ def by_link(lines):
 
 
 def draw(path, title, lines):
-    """Draw the lines of one setting over several links into a .png or .svg file; bars reach to the quartiles."""
+    """Draw results of one setting over several links into a .png or .svg file. Error bars show the quartiles."""
     from matplotlib.figure import Figure  # not pyplot, which has global state and may look for a screen
 
     series, figure = by_link(lines), Figure(figsize=(6, 4), layout="constrained")

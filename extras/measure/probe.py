@@ -1,4 +1,4 @@
-"""What this machine reaches: bytes per second from memory and, between ranks, the time of an all-reduce by its size.
+"""Measure what this machine reaches: bytes per second from memory and, between ranks, the time of all-reduces by size.
 
 python -m extras.measure.probe
 torchrun --standalone --nproc_per_node=2 -m extras.measure.probe --json bench.jsonl
@@ -18,7 +18,7 @@ from ladder.benchmarking import QUEUED, timed
 from ladder.command_line import flags
 from ladder.ranks import launch
 
-MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
+MESSAGE_BYTES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 
 
 def run(group, x, count):
@@ -30,11 +30,11 @@ def run(group, x, count):
 def all_reduces(world, group, seconds=0.5):
     """Return [{bytes, us, gbps on the wire}], medians of 9 runs, which together take about `seconds` for each size."""
     lines, calls = [], 9 * (QUEUED + 1) if world.device.type == "cuda" else 9
-    for n_bytes in MESSAGES:
+    for n_bytes in MESSAGE_BYTES:
         x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
         three = functools.partial(run, group, x, 3)
         timed(world.device, three)
-        once = max(world.gather(timed(world.device, three) / 3))  # of the slowest: all count alike
+        once = max(world.gather(timed(world.device, three) / 3))  # the slowest rank's, so that all count alike
         count = max(1, min(200, int(seconds / calls / once)))
         many = functools.partial(run, group, x, count)
         median = statistics.median(timed(world.device, many) for _ in range(9)) / count

@@ -1,4 +1,4 @@
-"""The lines of JSON that the scripts of measuring write, read again."""
+"""Reads the lines of JSON that the measuring scripts have written."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from ladder.errors import InputError
 
 
 def read(path, *keys):
-    """Return the lines of a file that have a value for each of these keys, as dicts. Raises InputError if none has.
+    """Return, as dicts, the lines of a file that have a value for each of these keys. Raises InputError if none has.
 
     Lines of other scripts, and those that were cut off, are skipped.
     """

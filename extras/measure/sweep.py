@@ -1,11 +1,12 @@
-"""Measure steps of several wirings over several emulated links, in turns, beside the least time that each can take.
+"""Measure steps of several wirings over several emulated links, in turns, and the least time that each could take.
 
 torchrun --standalone --nproc_per_node=2 -m extras.measure.sweep --link 0us 1000us 3000us --json sweep.jsonl
 python -m extras.measure.sweep --simulate-tp 8 --model 8b --link nvlink pcie --json sweep.jsonl
 python -m extras.measure.sweep --wiring standard ladder upper-bound --show sweep.jsonl --plot sweep.png
 
-By default all wirings of a small random model, which share one set of weights. A line of the result is a wiring at a
-batch size over a link: the step, also without all-reduces, one all-reduce, and the limit, which exposed.py explains.
+By default, it measures all wirings of a small random model, which share one set of weights. A line of the result is for
+a wiring at a batch size over a link. It has the times of a step, of the same step without all-reduces and of one
+all-reduce, and the limit, which exposed.py explains.
 """
 
 import itertools
@@ -27,8 +28,8 @@ from ladder.progress import progress
 from ladder.ranks import launch
 from model import Config, rewired
 
-# On two ranks each sublayer has 26 MB: some 2 ms for a core that reads 12 GB/s
-SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
+# On two ranks each sublayer reads 26 MB, which takes a core with 12 GB/s about 2 ms.
+SMALL_CONFIG = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
 
 
 def parse(argv):
@@ -37,7 +38,7 @@ def parse(argv):
     p.set_defaults(model="small", batch=[1], prompt_length=64)
     words = "measure the prefill in so many overlapping parts (default: 1), not a decode step; several need --eager"
     p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
-    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: free; of {link.FORMS}")
+    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: free; of {link.LINK_FORMS}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
     words = "measure for about S seconds, but at least three steps of each wiring over each link"
     p.add_argument("--seconds", type=number(float, 0, 1e6), default=60, metavar="S", help=words)
@@ -49,7 +50,7 @@ def parse(argv):
     if args.show:
         return args
     is_small = args.model == "small" and not args.checkpoint
-    args.name, args.config = ("small", SMALL) if is_small else flags.read_config(args)
+    args.name, args.config = ("small", SMALL_CONFIG) if is_small else flags.read_config(args)
     args.link = args.link or [link.FREE]
     args.kind, args.splits = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
     if max(args.splits) > 1 and not args.eager or max(args.splits) > args.prompt_length:
@@ -81,7 +82,7 @@ def make_cases(args, world):
 
 
 def measure(args, world):
-    """Return the lines of all cases, which take turns."""
+    """Measure all cases in turns and return a dict of results for each."""
     world.say(f"{args.kind} of {', '.join(args.wiring)} ...")
     cases = make_cases(args, world)
     reports = exposed.measure(world, cases, args.seconds)
@@ -100,7 +101,7 @@ def measure(args, world):
 
 
 def setting(line):
-    """Return in words what the lines of one table have in common."""
+    """Return in words what all lines of one table have in common."""
     how = "compiled" if line["compiled"] else "eager"
     how = f"{line['comm']} sums, {how}" if line.get("comm", "auto") != "auto" else how
     size = f"tp {line['tp']}{', one rank alone' if line['simulated'] else ''}, batch {line['batch']}"
@@ -109,7 +110,7 @@ def setting(line):
 
 
 def show(lines, figure):
-    """Print a table for each setting, a row for each link, a column for each wiring; draw it into the file `figure`."""
+    """Print a table for each setting, with a row for each link and a column for each wiring; draw it into `figure`."""
     settings = defaultdict(list)
     for line in lines:
         settings[setting(line)].append(line)
@@ -133,8 +134,9 @@ def table(lines):
 
 
 def cell(line, row):
-    """Return milliseconds, how far above the limit, and how many times as fast as standard: `~` if the quartiles of
-    both overlap. row: {wiring: line} over the same link.
+    """Return the milliseconds, how far they are above the limit, and how many times as fast as standard that is.
+
+    `~` means that the quartiles of both overlap. row: {wiring: line} over the same link.
     """
     standard, above = row.get("standard"), line["step_ms"] / line["limit_ms"] - 1
     text = f"{line['step_ms']:.{1 if line['device'] == 'cpu' else 3}f} ({100 * above:+.0f}%"

@@ -1,4 +1,4 @@
-"""OpenAI's completions (platform.openai.com/docs/api-reference): requests, and the text of an answer."""
+"""OpenAI's API of completions (platform.openai.com/docs/api-reference): checks requests, makes the text of answers."""
 
 import contextlib
 import functools
@@ -14,39 +14,42 @@ from ladder.checkpoints.tokenizer import TextStream
 from ladder.decoding.batch import Sampler
 
 NUMBER = int, float
-FIELDS = {  # {name: (its types, its default)}
+COMMON_FIELDS = {  # {a field of a request: (its types, its default)}
     "model": (str, None), "stream": (bool, False), "stream_options": (dict, {}), "temperature": (NUMBER, 1.0),
     "top_k": (int, None), "top_p": (NUMBER, 1.0), "seed": (int, None), "stop": ((str, list), []),
 }  # fmt: skip
-CHAT_FIELDS = FIELDS | {
+CHAT_FIELDS = COMMON_FIELDS | {
     "messages": (list, []), "logprobs": (bool, False), "top_logprobs": (int, 0), "max_tokens": (int, math.inf),
     "max_completion_tokens": (int, math.inf), "chat_template_kwargs": (dict, {}),
 }  # fmt: skip
-TEXT_FIELDS = FIELDS | {
+TEXT_FIELDS = COMMON_FIELDS | {
     "prompt": ((str, list), []), "logprobs": (int, None), "echo": (bool, False), "max_tokens": (int, 16),
 }  # fmt: skip
-IGNORED = {
+IGNORED_FIELDS = {  # they do not change an answer here
     "user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier", "tool_choice",
     "parallel_tool_calls",
 }  # fmt: skip
-NEUTRAL = {  # values that ask for what is done anyway
+NEUTRAL_VALUES = {  # {a field: values that ask for what is done anyway}
     "n": [1], "best_of": [1], "top_k": [-1, 0], "seed": [-1], "stop": [""], "logprobs": [False], "typical_p": [1],
     "repetition_penalty": [1], "length_penalty": [1], "skip_special_tokens": [True], "modalities": [["text"]],
     "spaces_between_special_tokens": [True], "add_generation_prompt": [True], "response_format": [{"type": "text"}],
 }  # fmt: skip
-# keys that a message may have besides role and content: what a chat template that reads them has in its source
-HISTORY = {"reasoning_content": "reasoning_content", "tool_calls": "tool_calls", "tool_call_id": "tool", "name": "name"}
+# {a key that a message may have besides role and content: what the source of a chat template that reads it contains}
+MESSAGE_KEYS = {
+    "reasoning_content": "reasoning_content", "tool_calls": "tool_calls", "tool_call_id": "tool", "name": "name",
+}  # fmt: skip
 MAX_STOPS, MAX_LOGPROBS = 16, 20
-LONG = 2**16  # bytes of a body, or characters of a text, that would take a tokenizer long
+LONG_TEXT = 2**16  # with more bytes of a body, or characters of a text, a tokenizer takes long
 
 
-def check(right, message, status=400):
-    if not right:
+def check(condition, message, status=400):
+    """Raise HTTPException unless the condition holds."""
+    if not condition:
         raise HTTPException(status, message)
 
 
 def read_fields(data, known):
-    """Return {name: value} of the known fields from a body (bytes); null means missing. Raises HTTPException."""
+    """Return {name: value} of the known fields of a body (bytes). null means the default. Raises HTTPException."""
     try:
         given = json.loads(data)
         json.dumps(given, ensure_ascii=False, allow_nan=False).encode()  # raises for half of a surrogate pair and NaN
@@ -56,16 +59,16 @@ def read_fields(data, known):
     fields = {name: default for name, (_, default) in known.items()}
     for name, value in given.items():
         shown = f"{name[:60]} is {reprlib.repr(value)}"
-        neutral = [None, *NEUTRAL.get(name, [])]
+        neutral = [None, *NEUTRAL_VALUES.get(name, [])]
         if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
             continue
         if name in known:
             kind = known[name][0]
-            right = isinstance(value, kind) and (kind is bool or type(value) is not bool)
-            check(right, f"{shown}, which is of a wrong type")
+            valid = isinstance(value, kind) and (kind is bool or type(value) is not bool)
+            check(valid, f"{shown}, which is of a wrong type")
             fields[name] = value
-        elif name not in IGNORED:
-            check(not value and name not in NEUTRAL, f"{shown}, which is not implemented, or unknown")
+        elif name not in IGNORED_FIELDS:
+            check(not value and name not in NEUTRAL_VALUES, f"{shown}, which is not implemented, or unknown")
     return fields
 
 
@@ -74,21 +77,22 @@ def check_model(asked, model):
 
 
 def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
-    """Return the fields of a body with `chat`, `requests`, one for each prompt, as Row takes them, and their `echoes`.
+    """Return the fields of a body (bytes), and with them `chat`, `requests` as Row takes them, and their `echoes`.
 
-    data: bytes. chat: whether of /v1/chat/completions. context: tokens of a row. Raises HTTPException and InputError.
+    There is a request, and an echo, for each prompt. chat: whether the path is /v1/chat/completions. context: tokens of
+    a row. Raises HTTPException and InputError.
     """
     ask = read_fields(data, CHAT_FIELDS if chat else TEXT_FIELDS)
     check_model(ask["model"] or model, model)
     stop = [ask["stop"]] if isinstance(ask["stop"], str) else ask["stop"]
-    right = len(stop) <= MAX_STOPS and all(s and isinstance(s, str) for s in stop)
-    check(right, f"stop must be a text, or up to {MAX_STOPS}, none of them empty")
+    valid = len(stop) <= MAX_STOPS and all(s and isinstance(s, str) for s in stop)
+    check(valid, f"stop must be a text, or up to {MAX_STOPS}, none of them empty")
     logprobs, max_tokens = ask["logprobs"], ask["max_tokens"]
     if chat:
         logprobs = ask["top_logprobs"] if logprobs else None
         max_tokens = min(max_tokens, ask["max_completion_tokens"])
-    right = logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
-    check(right, f"logprobs are of 0 to {MAX_LOGPROBS} tokens in a place")
+    valid = logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
+    check(valid, f"logprobs are of 0 to {MAX_LOGPROBS} tokens in a place")
     check(max_tokens > 0, f"max_tokens is {max_tokens} but must be at least 1")
     if chat:
         prompts = [read_messages(ask["messages"], tokenizer, context, ask["chat_template_kwargs"])]
@@ -97,8 +101,8 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
     check(len(prompts) == 1 or not ask["stream"], "a stream takes one prompt")
     requests, echoes = [], []
     for text, ids in prompts:
-        right = all(type(i) is int and 0 <= i < vocab_size for i in ids)
-        check(right, f"token ids are from 0 to {vocab_size - 1}")
+        valid = all(type(i) is int and 0 <= i < vocab_size for i in ids)
+        check(valid, f"token ids are from 0 to {vocab_size - 1}")
         check(0 < len(ids) < context, f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}")
         seed = random.getrandbits(62) if ask["seed"] is None else ask["seed"]
         sampling = [ask["temperature"], ask["top_k"], ask["top_p"], seed]
@@ -111,32 +115,32 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
 
 @functools.cache
 def longest_token(tokenizer):
-    """Return how many characters a token has at most; a decoder may drop a space at the beginning."""
+    """Return how many characters a token has at most, with a space at the beginning that a decoder may drop."""
     texts = (tokenizer.decode([i]) for i in range(tokenizer.vocab_size))
     return max(map(len, itertools.chain(texts, tokenizer.special))) + 1
 
 
 def check_length(text, tokenizer, context):
-    """Refuse a text that cannot fit the context, before it takes a tokenizer seconds."""
-    if len(text) > LONG:
-        least = len(" ".join(text.split())) // longest_token(tokenizer)  # spaces may become a single one
+    """Raise HTTPException for a text that cannot fit the context, before a tokenizer spends seconds on it."""
+    if len(text) > LONG_TEXT:
+        least = len(" ".join(text.split())) // longest_token(tokenizer)  # since spaces may become a single one
         check(least < context, f"the prompt has {least} tokens or more but must have from 1 to {context - 1}")
 
 
 def encode(text, tokenizer):
-    """Return the ids of a text, in which special tokens may stand by name, after the tokenizer's prefix, once."""
+    """Return the ids of a text that may contain names of special tokens, after the tokenizer's prefix, once."""
     ids = tokenizer.encode_markup(text)
     return ids if ids[: len(tokenizer.prefix)] == tokenizer.prefix else tokenizer.prefix + ids
 
 
 def echo(text, ids, tokenizer):
-    """Return (a prompt's text, at which of its characters each token begins). text: as it came, or None for ids."""
+    """Return (a prompt's text, the offset in it at which each token begins). text: as it came; None if ids came."""
     stream, names, shown, offsets = TextStream(tokenizer), hidden_names(tokenizer), "", []
     for i in ids:
         offsets.append(len(shown))
         shown += stream.push([i])
         name = names.get(i, "")
-        shown += name if text is None or text.startswith(name, len(shown)) else ""  # but for a BOS that did not come
+        shown += name if text is None or text.startswith(name, len(shown)) else ""  # not a BOS that was added here
     return shown + stream.flush() if text is None else text, offsets
 
 
@@ -151,8 +155,10 @@ def read_prompts(prompt, tokenizer, context, max_prompts):
 
 
 def read_messages(messages, tokenizer, context, variables):
-    """Return (None, ids) of a conversation in the chat template, which has more variables; without one, of the plain
-    texts one after another."""
+    """Return (None, ids) of a conversation, by the chat template or, without one, of its texts one after another.
+
+    variables: further ones of the template. Raises HTTPException.
+    """
     check(messages, "messages must be a list of objects, at least one")
     template, conversation = tokenizer.template or "", []
     for message in messages:
@@ -161,25 +167,26 @@ def read_messages(messages, tokenizer, context, variables):
             content = given.pop("content", "")
             texts = [part["text"] for part in content] if isinstance(content, list) else [content]
             conversation.append({"role": "" + given.pop("role"), "content": "".join(texts)} | given)
-            for call in given.get("tool_calls", []):  # whose arguments, a text of JSON, a template writes itself
+            for call in given.get("tool_calls", []):  # arguments are a text of JSON, which a template writes itself
                 with contextlib.suppress(TypeError, ValueError, RecursionError):
                     call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-            unread = [name for name in given if name not in HISTORY or HISTORY[name] not in template]
+            unread = [name for name in given if name not in MESSAGE_KEYS or MESSAGE_KEYS[name] not in template]
         except (AttributeError, KeyError, TypeError):
             unread = ["something else"]
         keys = "a message must be an object with role and content, of text, and what the chat template reads"
         check(not unread, f"{keys}: not {', '.join(map(reprlib.repr, unread))}")
     asked = "".join(message["content"] for message in conversation if not template or message["role"] != "assistant")
-    check_length(asked, tokenizer, context)  # of an answer a template may leave out the reasoning
+    check_length(asked, tokenizer, context)  # without answers, of which a template may leave out the reasoning
     if tokenizer.template is None:
         return None, encode(asked, tokenizer)
     return None, tokenizer.chat(conversation, variables=variables)
 
 
 class Text:
-    """The text of an answer as its tokens arrive: characters and stop strings may lie across tokens.
+    """Makes the text of an answer as its tokens arrive. Characters and stop strings may extend over several tokens.
 
-    The text leaves special tokens out, but a stop string may name them: in both a private character stands for each.
+    The text does not show special tokens, but a stop string may name them. So a character for private use stands for
+    each of these, in the text and in the stop string.
     """
 
     def __init__(self, tokenizer, ids, stops):
@@ -189,40 +196,40 @@ class Text:
             stops = [stop.replace(hidden[i], mark) for stop in stops]
         self.unmarked = str.maketrans("", "", "".join(self.marks.values()))
         self.stream, self.stops, self.longest = TextStream(tokenizer, ids), stops, max(map(len, stops), default=1)
-        self.held, self.size = "", 0  # a stop may begin in what is held; size: of all text so far
+        self.withheld, self.size = "", 0  # text in which a stop string may have begun; characters so far
 
     def push(self, ids, finish):
-        """Return (the text that is certain now, why it ends or None)."""
+        """Return (the text that no stop string can change any more, why the answer ends or None)."""
         for i in ids:
             new = self.stream.push([i])
-            self.held, self.size = self.held + new + self.marks.get(i, ""), self.size + len(new)
-        self.held += self.stream.flush() if finish else ""
-        end = len(self.held) if finish else max(0, len(self.held) - self.longest + 1)
-        if cuts := [i for stop in self.stops if (i := self.held.find(stop)) >= 0]:
+            self.withheld, self.size = self.withheld + new + self.marks.get(i, ""), self.size + len(new)
+        self.withheld += self.stream.flush() if finish else ""
+        end = len(self.withheld) if finish else max(0, len(self.withheld) - self.longest + 1)
+        if cuts := [i for stop in self.stops if (i := self.withheld.find(stop)) >= 0]:
             end, finish = min(cuts), "stop"
-        text, self.held = self.held[:end], self.held[end:]
+        text, self.withheld = self.withheld[:end], self.withheld[end:]
         return text.translate(self.unmarked), finish
 
 
-encode_letter = functools.cache(lambda tokenizer: tokenizer.encode_plain("a"))  # a decoder drops a space at the start
+encode_letter = functools.cache(lambda tokenizer: tokenizer.encode_plain("a"))  # decoders drop a space at the start
 
 
 @functools.cache
 def hidden_names(tokenizer):
-    """Return {id: name} of the special tokens that a decoded text leaves out."""
+    """Return {id: name} of the special tokens that do not appear in a decoded text."""
     after = encode_letter(tokenizer)
     return {i: name for name, i in tokenizer.special.items() if not tokenizer.continuation(after, [i])}
 
 
 @functools.cache
 def token_text(tokenizer, i):
-    """Return the text of a token after other text, a special one's name, or token_id:N for a part of a character."""
+    """Return a token's text as it follows other text, a special one's name, or token_id:N for a part of a character."""
     text = hidden_names(tokenizer).get(i) or tokenizer.continuation(encode_letter(tokenizer), [i])
     return f"token_id:{i}" if "\ufffd" in text else text
 
 
 def logprobs_of(tokens, offsets, chat, tokenizer):
-    """Return `logprobs` of a choice from Tokens, which begin at these offsets in its text."""
+    """Return the field `logprobs` of a choice. tokens: its Tokens, which begin at these offsets in its text."""
     text = functools.partial(token_text, tokenizer)
     if not chat:
         own = {"tokens": [text(t.id) for t in tokens], "token_logprobs": [t.logprob for t in tokens]}

@@ -1,8 +1,8 @@
-"""Continuous batching over a static cache: a request takes a row until it ends, and all rows decode in one pass.
+"""Continuous batching over a static cache. A request has a row until it ends, and all rows decode in one pass.
 
-A prompt is prefilled in passes, one between two decode steps, so that a long one does not stop the others' streams.
+A prompt is prefilled in chunks, one between two decode steps, so that a long prompt does not stop other streams.
 
-Every rank makes the same calls. Shape letters: model.py.
+All ranks make the same calls. Shape letters: model.py.
 """
 
 import copy
@@ -15,7 +15,7 @@ import torch
 from ladder.decoding.batch import Sampler, last_tokens
 from ladder.progress import progress
 
-SHORT_PASS = 128  # tokens of a pass of a prefill while others wait for their next token, or if each gets its logits
+SHORT_CHUNK = 128  # tokens of a chunk of a prefill while other rows wait, or if all its logits are needed
 
 
 class Token(NamedTuple):
@@ -27,29 +27,30 @@ class Token(NamedTuple):
 
 
 def scored(ids, logits, n):
-    """Return the Tokens of ids, with the n likeliest in their places; logits (len(ids) or one more, V)."""
+    """Return the Tokens of ids, each with the n likeliest in its place. logits: (len(ids) or one more, V)."""
     logprobs = logits[: len(ids)].float().log_softmax(-1)
-    own = logprobs.gather(-1, torch.tensor(ids, device=logits.device).clamp(min=0)[:, None])[:, 0].tolist()
+    chosen = logprobs.gather(-1, torch.tensor(ids, device=logits.device).clamp(min=0)[:, None])[:, 0].tolist()
     values, order = (x.tolist() for x in logprobs.topk(n))
-    return [Token(i, p, dict(zip(*top, strict=True))) for i, p, *top in zip(ids, own, order, values, strict=True)]
+    return [Token(i, p, dict(zip(*top, strict=True))) for i, p, *top in zip(ids, chosen, order, values, strict=True)]
 
 
 class Row:
-    """A row of the cache. All but the last token of `ids` is cached, also when its request has ended.
+    """A row of the cache. All but the last token of `ids` are cached, even after its request has ended.
 
-    request: None, or a dict of ids, max_tokens, sampling (the arguments of a Sampler), logprobs (how many of the
-    likeliest in each place, or None) and echo (whether also in the prompt). During its prefill `ids` is shorter.
+    request: None, or a dict of ids, max_tokens, sampling (the arguments of a Sampler), logprobs (for how many of the
+    likeliest tokens in each place, or None) and echo (whether also for the prompt). During a prefill, `ids` is only as
+    much of the prompt as the cache holds, and one more.
     """
 
     def __init__(self, runner, row):
-        self.ids, self.request, self.used = [0], None, 0  # used: in which pass a request last began or ended
+        self.ids, self.request, self.used = [0], None, 0  # used: the pass in which a request last began or ended
         self.runner = copy.copy(runner)  # of this row alone
         self.runner.cache = [(k[row : row + 1], v[row : row + 1]) for k, v in runner.cache]
 
     def cached(self, ids):
-        """Return how many tokens of a prompt, from its beginning, are cached; none in a model with linear attention."""
-        whole = self.runner.model.config.linear_layers  # a state cannot go back to where the prompts part
-        return 0 if whole else len(os.path.commonprefix([self.ids[:-1], ids[:-1]]))
+        """Return how many of a prompt's first tokens are cached; 0 with linear attention."""
+        has_states = self.runner.model.config.linear_layers  # they cannot go back to where the prompts differ
+        return 0 if has_states else len(os.path.commonprefix([self.ids[:-1], ids[:-1]]))
 
     prefilling = property(lambda self: self.request and len(self.ids) <= len(self.request["ids"]))
 
@@ -64,7 +65,7 @@ class Rows(list):
     busy = property(lambda self: [row for row in self if row.request])
 
     def start(self, number, request):
-        """Begin a request in a row that is free."""
+        """Begin a request in a free row."""
         row, ids = self[number], request["ids"]
         row.scores = request["echo"] and request["logprobs"] is not None
         row.cached_tokens, row.prompt_tokens = (0, [Token(ids[0])]) if row.scores else (row.cached(ids), [])
@@ -72,10 +73,11 @@ class Rows(list):
         row.sampler = Sampler(*request["sampling"], self.runner.device)
 
     def step(self):
-        """Run a pass of the prompt that came first, if any is not in the cache yet, and a decode step of other rows.
+        """Run a chunk of the oldest prompt that is not all in the cache, if any, and a decode step of the other rows.
 
-        Returns [(number of a row, Token, None or why its request ends: stop, length or error, with its first Token
-        those of the prompt if its request asks for them, else [], and how many tokens were cached)].
+        Returns a list of (number of a row, its new Token, why its request ends: "stop", "length", "error" or None, the
+        Tokens of its prompt, how many tokens were cached). With any Token but the first, and if the request does not
+        ask for them, the Tokens of the prompt are []; the number is 0 after the first Token.
         """
         self.passes += 1
         prefilling, decoding = [row for row in self if row.prefilling], [row for row in self.busy if not row.prefilling]
@@ -83,10 +85,10 @@ class Rows(list):
         return taken + self.decode(decoding) if decoding else taken
 
     def prefill(self, row, decoding):
-        """Run a pass of a row's prompt; returns as step."""
+        """Run a chunk of a row's prompt; returns a list as step does."""
         ids, start, runner = row.request["ids"], len(row.ids) - 1, self.runner
         progress.at("prefill from token", start)
-        end = min(start + (SHORT_PASS if decoding or row.scores else runner.chunk_tokens), len(ids))
+        end = min(start + (SHORT_CHUNK if decoding or row.scores else runner.chunk_tokens), len(ids))
         tokens, positions = torch.tensor([ids[start:end]]), torch.arange(start, end)[None]
         later = (positions.to(runner.device), row.runner.cache, end) if start else (None, row.runner.cache, None)
         select = None if row.scores else torch.tensor([end - start - 1], device=runner.device)
@@ -99,10 +101,10 @@ class Rows(list):
         return self.take([row], logits[-1:], [row]) if end == len(ids) else []
 
     def decode(self, decoding):
-        """Run a decode step; returns as step.
+        """Run a decode step; returns a list as step does.
 
-        On a CPU a row alone decodes as a batch of one. A row that does not decode reads its last token again, which
-        changes only the states of linear attention: a prompt's are put back.
+        On a CPU, a single row decodes as a batch of one. Rows that do not decode read their last token again. This
+        changes only the states of linear attention, which are restored for a row in its prefill.
         """
         progress.at("decode step", self.passes)
         alone = len(decoding) == 1 and self.runner.device.type == "cpu"
@@ -116,7 +118,7 @@ class Rows(list):
         return self.take(rows, logits, decoding)
 
     def take(self, rows, logits, chosen):
-        """Sample a token for the chosen of these rows from logits (len(rows), v); returns as step."""
+        """Sample a token for the chosen rows from the logits (len(rows), v) of `rows`; returns a list as step does."""
         comm, taken = self.runner.model.comm, []
         ids = self.greedy(logits, comm).tolist() if any(not row.sampler.temperature for row in chosen) else None
         full = comm.gather_logits(logits) if any(row.request["logprobs"] is not None for row in chosen) else None
@@ -132,7 +134,7 @@ class Rows(list):
             if token.id < 0:
                 finish, row.ids = "error", [0]
                 for tensor in itertools.chain(*row.runner.cache):
-                    tensor.zero_()  # a NaN, masked or not, would reach the next request
+                    tensor.zero_()  # even masked, a NaN would reach the next request
             if finish:
                 row.request, row.used = None, self.passes
             taken.append((self.index(row), token, finish, row.prompt_tokens, row.cached_tokens))

@@ -1,4 +1,4 @@
-"""Answer OpenAI's API over HTTP, with any number of ranks: rank 0 has the socket, the others get its requests.
+"""Answer OpenAI's API over HTTP with any number of ranks. Rank 0 has the socket and passes requests on to the others.
 
 python serve.py --checkpoint demo
 torchrun --standalone --nproc_per_node=2 serve.py --checkpoint checkpoints/8b --compile
@@ -30,7 +30,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import generate
-from extras.serve.protocol import LONG, Text, check, check_model, logprobs_of, parse, token_text
+from extras.serve.protocol import LONG_TEXT, Text, check, check_model, logprobs_of, parse, token_text
 from extras.serve.rows import Rows
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.tokenizer import load_tokenizer
@@ -40,28 +40,28 @@ from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks import ending, launch
 
-MAX_BODY = 2**22
-DRAIN = 10  # seconds that requests get after SIGTERM
-IDLE = 10  # seconds until a connection ends that has sent nothing
-RESERVE = 12  # of the open files that a process may have: not for connections
-LOG = logging.getLogger("uvicorn.error")  # not only of errors, but for uvicorn's own words on what it does
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+MAX_BODY_BYTES = 2**22  # of a request
+DRAIN_SECONDS = 10  # for which requests may go on after SIGTERM
+IDLE_SECONDS = 10  # after which a connection that has sent nothing ends
+RESERVED_FILES = 12  # open files of the process that connections may not use up
+LOG = logging.getLogger("uvicorn.error")  # uvicorn writes all of its messages there, not only errors
+CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def error(e):
-    """Return OpenAI's error object of an HTTPException, as JSON."""
+    """Return an HTTPException as OpenAI's error object, in JSON."""
     kind = "invalid_request_error" if e.status_code < 500 else "server_error"
     return json.dumps({"error": {"message": e.detail, "type": kind, "param": None, "code": None}})
 
 
 class Listener(socket.socket):
-    """A listening socket. It ends connections at once that would use up the files that a process may open."""
+    """A listening socket that closes new connections at once if they would use up the files of the process."""
 
     warned = False
 
     def accept(self):
-        most, (connection, address) = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVE, super().accept()
-        while connection.fileno() >= most:  # it is the lowest number that is free
+        most, (connection, address) = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES, super().accept()
+        while connection.fileno() >= most:  # a new file gets the lowest free number
             if not self.warned:
                 LOG.error("connections are refused while %d files are open: see ulimit -n", most)
             self.warned = True
@@ -71,17 +71,17 @@ class Listener(socket.socket):
 
 
 class Connection(H11Protocol):
-    """uvicorn's, but it ends if it sends nothing, not only after a first answer."""
+    """uvicorn's connection, but it also ends if it sends nothing before its first answer."""
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(IDLE, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = self.loop.call_later(IDLE_SECONDS, self.timeout_keep_alive_handler)
 
 
 class Answer:
-    """The answer to one prompt. The main thread sends what Rows makes of it, and the client's task reads that."""
+    """The answer to one prompt. The main thread sends it what Rows returns, and the client's task reads that."""
 
-    count = cached = 0  # of its tokens, end-of-sequence included; of its prompt's that were in the cache
+    count = cached = 0  # its tokens, end-of-sequence included; tokens of its prompt that were cached
     finish = None  # why it has ended
 
     def __init__(self, front, ask, index, receive):
@@ -90,7 +90,7 @@ class Answer:
         self.watcher = asyncio.create_task(self.end_with_client(receive))
 
     def send(self, event):
-        """Send (Token of Rows, why it ends, the prompt's Tokens, how many were cached) or an exception."""
+        """Send (Token, why it ends, the prompt's Tokens, how many were cached), as in Rows.step, or an exception."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     async def end_with_client(self, receive):
@@ -100,7 +100,7 @@ class Answer:
         self.send(HTTPException(499, "the client has gone"))
 
     async def choices(self):
-        """Yield entries of `choices`: of a stream as soon as there is new text, else one. At the end frees the row."""
+        """Yield entries of `choices`: for a stream whenever there is new text, else one. At the end, free the row."""
         request, chat, stream, tokenizer = self.request, self.ask["chat"], self.ask["stream"], self.front.tokenizer
         text, tokens, role = Text(tokenizer, request["ids"], self.ask["stop"]), [], {"role": "assistant"}
         new, offsets = self.ask["echoes"][self.index]
@@ -148,9 +148,9 @@ def usage(answers):
 
 
 class Front:
-    """The HTTP server, in a thread of rank 0. The main thread takes the `open` answers, and sends them tokens."""
+    """The HTTP server, in a thread of rank 0. The main thread takes answers from `open` and sends them tokens."""
 
-    deadline = None  # until when what runs may end, after SIGTERM
+    deadline = None  # after SIGTERM: until when requests may go on
     tokenizer = None  # until the model is loaded
 
     def __init__(self, args, listener):
@@ -163,7 +163,7 @@ class Front:
         self.hosts = {"localhost", address, args.host} if local and not self.api_key else None
         self.open, self.rows = {}, {}  # {answer that waits or runs: None}, in order; {number of a row: its last answer}
         self.wake = threading.Event()
-        headers = {"Content-Security-Policy": POLICY}
+        headers = {"Content-Security-Policy": CONTENT_POLICY}
         page = HTMLResponse(Path(__file__).with_name("page.html").read_text(), headers=headers)
         routes = [Route("/", lambda _: page), Route("/health", self.health)]
         routes += [Route(f"/v1/models{name}", self.models) for name in ("", "/{name:path}")]
@@ -187,17 +187,17 @@ class Front:
     def ready(self, job):
         """Begin to answer: the model is loaded."""
         self.limits = job.config.vocab_size, job.max_new_tokens + 1, self.max_open
-        # a tokenizer serves one at a time, so long texts get another one
+        # a tokenizer encodes one text at a time, so long texts have another one
         tokenizers = job.tokenizer, load_tokenizer(job.args.checkpoint, job.config.vocab_size)
         self.encoders = [(tokenizer, ThreadPoolExecutor(1)) for tokenizer in tokenizers]
-        token_text(job.tokenizer, 0)  # keeps what it must encode
+        token_text(job.tokenizer, 0)  # fills its cache before the first request
         self.tokenizer = job.tokenizer
 
     # ---- In its own thread
 
     def admit(self, request, key=True):
-        """Raise HTTPException for a wrong key, for a web page of strangers, or if the server is stopping."""
-        if self.hosts:  # without a key: a browser lets a page send requests, and read answers if its name resolves here
+        """Raise HTTPException for a wrong key, a foreign web page, or a server that is loading or stopping."""
+        if self.hosts:  # no key, so a foreign page could send requests, and read answers if its name resolves here
             site, host = request.headers.get("sec-fetch-site"), request.url.hostname
             known = site != "cross-site" or {"*", request.headers.get("origin")} & {*self.origins}
             words = f"a web page elsewhere and the name {host!r} need a server with --api-key"
@@ -227,8 +227,8 @@ class Front:
         try:
             async for chunk in request.stream():
                 data += chunk
-                check(len(data) <= MAX_BODY, f"the body has more than {MAX_BODY} bytes", 413)
-            tokenizer, thread = self.encoders[len(data) > LONG]
+                check(len(data) <= MAX_BODY_BYTES, f"the body has more than {MAX_BODY_BYTES} bytes", 413)
+            tokenizer, thread = self.encoders[len(data) > LONG_TEXT]
             body = bytes(data), chat, self.model, tokenizer, *self.limits
             ask = await asyncio.get_running_loop().run_in_executor(thread, parse, *body)
         except InputError as e:
@@ -255,8 +255,10 @@ class Front:
         self.thread.join(3)
 
     def changes(self, rows):
-        """Return what changes before the next pass: [(number of a row, the request to start, or None to end its own)],
-        or None to end the server. Waits while all rows are free."""
+        """Return the changes before the next pass, [(number of a row, a request to start, or None to end its own)].
+
+        Return None to end the server. Waits while all rows are free.
+        """
         while True:
             self.wake.clear()
             waiting = [answer for answer in [*self.open] if answer not in self.rows.values()]
@@ -265,14 +267,14 @@ class Front:
             idle = len(free) == len(rows) and not waiting
             if self.deadline and (idle or time.monotonic() > self.deadline):
                 return None
-            if free and waiting:  # in the row that has most of it in its cache, or was last used long ago
+            if free and waiting:  # in the row with most of its prompt cached, else the one unused for longest
                 answer = waiting[0]
                 i = max(free, key=lambda i: (rows[i].cached(answer.request["ids"]), -rows[i].used))
                 self.rows[i] = answer
                 changes.append((i, answer.request))
             if changes or rows.busy:
                 return changes
-            self.wake.wait(0.2)  # a signal's handler cannot set it safely
+            self.wake.wait(0.2)  # with a timeout, since a signal's handler cannot safely set it
 
     def post(self, taken):
         """Send the answers what Rows returned."""
@@ -287,14 +289,14 @@ def serve(world, rows, front):
     """Serve until SIGTERM, on all ranks. front: None but on rank 0."""
     post = front.post if front else lambda *_: None
     while True:
-        tells = not rows.busy
-        if tells:
-            progress.at("the wait for a request", timed=world.rank > 0)  # of the others only until rank 0 goes on
+        shares_changes = not rows.busy
+        if shares_changes:
+            progress.at("the wait for a request", timed=world.rank > 0)  # on other ranks it ends when rank 0 goes on
         changes = front.changes(rows) if front else []
-        if rows.busy and not world.alone:  # most passes change nothing: a flag is gathered faster than a text is told
+        if rows.busy and not world.alone:  # most passes change nothing, and a flag is gathered faster than a text
             flag = torch.tensor([changes != []], dtype=torch.int32, device=world.device)
-            tells = bool(rows.runner.model.comm.all_gather(flag)[0])
-        if tells:
+            shares_changes = bool(rows.runner.model.comm.all_gather(flag)[0])
+        if shares_changes:
             changes = world.gather(changes)[0]
         if changes is None:
             return
@@ -354,7 +356,7 @@ def main(argv=None):
     def drain(number, frame):
         signal.signal(signal.SIGTERM, ending.terminate)  # a second one ends at once
         if front:
-            front.deadline = time.monotonic() + DRAIN
+            front.deadline = time.monotonic() + DRAIN_SECONDS
 
     signal.signal(signal.SIGTERM, drain)
     if front:

@@ -1,4 +1,4 @@
-"""What adapt.py trains with: documents as packed windows, weights in shards, runs that go on where they were killed."""
+"""Retraining for adapt.py: documents in packed windows, sharded weights, runs that resume after they were killed."""
 
 from extras.training.adapt import main
 

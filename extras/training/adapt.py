@@ -32,7 +32,7 @@ from ladder.scoring import SEPARATOR
 from model import Transformer, interleave
 from model import build as build_model
 
-CHUNK = 1024  # tokens whose logits are computed at a time
+LOSS_TOKENS = 1024  # tokens whose logits are in memory at a time
 
 
 def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
@@ -48,7 +48,7 @@ def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
 
 
 class Trainee(Transformer):
-    """A Transformer that reads packed windows."""
+    """A Transformer whose forward takes a Batch of packed windows."""
 
     token_losses = staticmethod(token_losses)
 
@@ -60,9 +60,9 @@ class Trainee(Transformer):
 
 
 def build(config, weights, world, args, is_teacher=False):
-    """Return a sharded Trainee that computes in args.compute_dtype, with float32 masters; a teacher has none.
+    """Return a sharded Trainee that computes in args.compute_dtype. Its weights are float32, but a teacher's are not.
 
-    weights: a checkpoint.Weights, or None for fresh ones.
+    weights: a checkpoint.Weights, or None to start from fresh ones.
     """
     dtype = checkpoint.DTYPES[args.compute_dtype]
     model = build_model(config, Trainee)
@@ -87,7 +87,7 @@ def build(config, weights, world, args, is_teacher=False):
 
 
 def losses(model, batch, teacher=None):
-    """Return sums over the tokens of a batch that count, in nats: (the loss to minimize, the cross-entropy).
+    """Return (the loss to minimize, the cross-entropy), sums in nats over the tokens of a batch that count.
 
     The loss is the cross-entropy or, with a teacher, the KL divergence from it + 0.1 cross-entropy.
     """
@@ -95,7 +95,7 @@ def losses(model, batch, teacher=None):
         teacher_x = teacher and teacher(batch)
     x = model(batch)
     divergence = nats = 0.0
-    for i in zip(*(index.split(CHUNK) for index in batch.counts.nonzero(as_tuple=True)), strict=True):
+    for i in zip(*(index.split(LOSS_TOKENS) for index in batch.counts.nonzero(as_tuple=True)), strict=True):
         of_teacher = (teacher.logits, teacher_x[i]) if teacher else ()
         kl, ce = model.token_losses(model.logits, x[i], batch.targets[i], *of_teacher)
         divergence, nats = divergence + kl, nats + ce
@@ -122,9 +122,9 @@ def learning_rate(step, args):
 
 
 def optimizer_step(step, model, teacher, optimizer, windows, args, world):
-    """Take a step of the optimizer; return its line of the log.
+    """Take a step of the optimizer and return its line for the log.
 
-    Raises InputError, before anything changes, if the loss or its gradient is not finite.
+    If the loss or its gradient is not finite, this raises InputError before anything changes.
     """
     start, indices = time.perf_counter(), windows.indices((step - 1) * args.batch, args.batch)
     nats = total_loss = tokens = 0.0
@@ -155,9 +155,9 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
 
 
 def train(model, teacher, windows, valid, run, args, world):
-    """Train to args.steps, from the newest state of the run on; return {"step", "valid"} of the best weights.
+    """Train from the newest state of the run up to args.steps; return {"step", "valid"} of the best weights.
 
-    Each validation, from step 0 on, saves a state, and the weights as run/best-STEP if they are the best so far.
+    Each validation, the first at step 0, saves a state and, if the weights are the best so far, these as run/best-STEP.
     """
     matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -180,7 +180,7 @@ def train(model, teacher, windows, valid, run, args, world):
         validates = step % args.eval_every == 0 or step == args.steps
         if validates:
             progress.at("validation", timed=False)
-            if teacher and not step:  # what the student's losses are to be compared with
+            if teacher and not step:  # with which the student's losses are compared
                 line["teacher"] = validation_loss(teacher, valid, args.micro_batch, world)
             line["valid"] = validation_loss(model, valid, args.micro_batch, world)
             if line["valid"] < best["valid"]:

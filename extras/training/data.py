@@ -1,4 +1,4 @@
-"""Text as training data: documents become tokens in a memory-mapped file, and those become packed windows."""
+"""Turns text into training data: documents become tokens in a memory-mapped file, and these become packed windows."""
 
 import functools
 import json
@@ -15,14 +15,14 @@ from ladder.checkpoints.checkpoint import read_text
 from ladder.errors import InputError, first_line
 from ladder.scoring import SEPARATOR
 
-QUEUED = 256  # documents whose tokens are in memory at once, and that an error or a signal waits for
-TOKEN = np.dtype([("id", "<u4"), ("document", "<u4")])  # a token on disk: its id, the index of its document
+DOCUMENTS_AT_ONCE = 256  # so many are tokenized and in memory at once; an error or a signal waits for them
+TOKEN = np.dtype([("id", "<u4"), ("document", "<u4")])  # a token on disk: its id and the index of its document
 
 
 def documents(path):
     """Yield the documents of a file, each as (text or chat messages, "FILE" or "FILE line 7"). Raises InputError.
 
-    Plain text has SEPARATOR between two documents; each line of a .jsonl is an object with "text" or "messages".
+    In plain text, SEPARATOR stands between two documents. Each line of a .jsonl is an object with "text" or "messages".
     """
     is_json, text = str(path).endswith(".jsonl"), read_text(path)
     for n, part in enumerate(text.split("\n" if is_json else SEPARATOR), start=1):
@@ -32,7 +32,7 @@ def documents(path):
 
 
 def read_record(line, where):
-    """Return the text or the messages of a line of JSON."""
+    """Return the text or the messages of a line of JSON. Raises InputError."""
     try:
         record = json.loads(line)
         json.dumps(record, ensure_ascii=False).encode()  # fails for half of a surrogate pair
@@ -48,9 +48,9 @@ def read_record(line, where):
 
 
 def encode(tokenizer, end, record):
-    """Return the ids of what documents() yields: of a text BOS, its tokens and the ids `end`; of a chat its template's.
+    """Return the ids of a record of documents().
 
-    Raises InputError.
+    Of a text these are BOS, its tokens and the ids `end`; of a chat, those that its template makes. Raises InputError.
     """
     document, where = record
     if isinstance(document, str):
@@ -65,7 +65,7 @@ def tokenize(paths, tokenizer, end, target):
     """Write the tokens of the files' documents, in their order, to the file target."""
     with open(target, "wb") as f, ThreadPoolExecutor() as pool:
         records = chain.from_iterable(map(documents, paths))
-        batches = iter(lambda: [*islice(records, QUEUED)], [])
+        batches = iter(lambda: [*islice(records, DOCUMENTS_AT_ONCE)], [])
         results = (pool.map(functools.partial(encode, tokenizer, end), batch) for batch in batches)
         bar = tqdm(chain.from_iterable(results), "tokenizing", unit=" documents", delay=1, disable=None)
         for n, ids in enumerate(bar):

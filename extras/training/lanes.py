@@ -1,4 +1,4 @@
-"""Lanes in training: each computes with its slices of the whole weights, as tp.py cuts them for a rank."""
+"""Lanes in training. Each computes with its slices of the whole weights, which are cut as tp.py cuts them for ranks."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ SUBLAYERS = "attention", "feed_forward"
 
 
 def cut(weight, piece):
-    """Return what a tp.ShardSlice says of a whole weight."""
+    """Return the part of a whole weight that a tp.ShardSlice describes."""
     if piece.zeros:
         return torch.zeros_like(weight)
     if piece.ranges is None:
@@ -25,7 +25,7 @@ def cut(weight, piece):
 
 
 def run_in_lane(module, shards, lane, *args):
-    """Run a module of whole weights with a lane's slices of them.
+    """Run a module that has whole weights with a lane's slices of them.
 
     shards: for each lane, a module of the shard's shape without weights, and {name of a weight: tp.ShardSlice}.
     """
@@ -34,7 +34,7 @@ def run_in_lane(module, shards, lane, *args):
 
 
 def split(model):
-    """Let the attentions and MLPs of a model on the device "meta" take the number of a lane as their first argument."""
+    """Make the attentions and MLPs of a model on "meta" take the number of a lane as their first argument."""
     lanes = model.config.fixed_lanes
     plans = [tp.shard_slices(model, torch.float32, lane, (1,) * lanes) for lane in range(lanes)]
     for i, kind in itertools.product(range(len(model.layers)), SUBLAYERS):
@@ -50,7 +50,7 @@ def split(model):
 
 
 def loops(model, x, metadata):
-    """Return the running loops of a model's lanes, from the embeddings x (B, S, D) on."""
+    """Return the loop of each lane of a model, for model.interleave. x: the embeddings (B, S, D)."""
     config = model.config
     comm = LaneSums(model.comm, config.fixed_lanes, config.fixed_lanes)
 

@@ -1,4 +1,4 @@
-"""The folder of a run: settings, tokens, log, the newest state and the best weights, until its output is complete."""
+"""The folder of a run. Until its output is complete, it has settings, tokens, log, newest state and best weights."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError
 
-MACHINE_FLAGS = "out", "device", "micro_batch", "recompute", "compile"  # may change in a run
+MACHINE_FLAGS = "out", "device", "micro_batch", "recompute", "compile"  # they may change when a run is resumed
 
 
 def read_configs(args):
-    """Return the Config to train, and the teacher's or None. Complete args.seq_len, distill and lr."""
+    """Return (the Config to train, the teacher's or None), and complete args.seq_len, args.distill and args.lr."""
     own = writing.read_original(args.checkpoint)
     args.seq_len = args.seq_len or min(2048, own.max_seq_len)
     if args.seq_len > own.max_seq_len:
@@ -39,9 +39,9 @@ def read_configs(args):
 
 
 def prepare(run, args):
-    """Make the folder of a run, with its tokenizer and tokens, or check that the run in it has these settings.
+    """Make the folder of a run, with its tokenizer and tokens. If it has a run already, check that its settings agree.
 
-    Raises InputError; then no new folder stays.
+    Raises InputError, and then leaves no new folder.
     """
     path = run / "settings.json"
     if os.path.realpath(args.valid) in map(os.path.realpath, args.text):
@@ -74,7 +74,7 @@ def windows(run, args):
 
 
 def read_log(run, last):
-    """Return the lines of the log up to step `last`: a run that goes on from there writes the others again."""
+    """Return the lines of the log up to step `last`, from which a run is resumed: it writes later lines again."""
     path = run / "log.jsonl"
     text = path.read_text() if path.exists() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -82,7 +82,7 @@ def read_log(run, last):
 
 
 def finish(run, best, out, temporary):
-    """Make the weights of step `best` the output, with log and settings, and remove the run, by way of `temporary`."""
+    """Publish the weights of step `best` with log and settings as `out`, and move the run away, into `temporary`."""
     for name in "log.jsonl", "settings.json":
         shutil.copyfile(run / name, run / f"best-{best}" / name)
     outputs.publish(run / f"best-{best}", out)

@@ -1,7 +1,7 @@
 """Training on several devices with FSDP2: sharding a model, filling it, and saving and loading its shards.
 
-FSDP2 cuts every parameter along its first dimension; each rank holds one chunk. The forward pass of an attention or an
-MLP first gathers all of its parameters; those outside of them (embedding, norms, head) are gathered together.
+FSDP2 cuts every parameter along its first dimension, and each rank holds one part. The forward pass of an attention or
+an MLP first gathers all of its parameters. Those of the rest (embedding, norms, head) are gathered together.
 """
 
 import shutil
@@ -22,7 +22,7 @@ from ladder.progress import progress
 
 
 def shard(model, sublayers, world, dtype):
-    """Shard a model from the device "meta" in place: each sublayer, then the rest. It computes in dtype."""
+    """Shard a model on "meta" in place, first each sublayer, then the rest. It will compute in dtype."""
     mesh = DeviceMesh.from_group(world.dist_group or dist.group.WORLD, world.device.type)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*sublayers, model):
@@ -35,7 +35,7 @@ def shard(model, sublayers, world, dtype):
 
 @torch.no_grad()
 def fill(model, weights, seed=0):
-    """Give each rank its rows of a checkpoint.Weights, or of fresh weights if that is None. Raises InputError."""
+    """Fill each rank's shards from a checkpoint.Weights, or with fresh weights if it is None. Raises InputError."""
     for i, (name, parameter) in enumerate(model.named_parameters()):
         if weights:
             checkpoint.check_shape(weights, name, parameter.shape)
@@ -48,9 +48,9 @@ def fill(model, weights, seed=0):
 
 
 def fresh(name, shape, seed):
-    """Return a matrix from N(0, 1 / columns), a norm of 1, a bias of 0: the same on any number of ranks.
+    """Return a fresh weight, equal on any number of ranks: a matrix from N(0, 1 / columns), a norm of 1, a bias of 0.
 
-    wo and w2 start at 0, so that in every wiring a model starts as one without layers.
+    wo and w2 are 0, so that in every wiring a model starts like one without layers.
     """
     if len(shape) == 1 or name.endswith(("wo.weight", "w2.weight")):
         return torch.full(shape, float(len(shape) == 1 and not name.endswith("bias")))
@@ -58,7 +58,7 @@ def fresh(name, shape, seed):
 
 
 def summed(values, world):
-    """Sum a list of numbers over the ranks; return a list."""
+    """Return the sums of a list of numbers over the ranks, as a list."""
     total = torch.tensor(values, dtype=torch.float64, device=world.device)
     dist.all_reduce(total, group=world.dist_group)
     return total.tolist()
@@ -87,7 +87,7 @@ def write(run, step, model, dtype, world):
 
 
 def save(run, step, best, model, optimizer, world):
-    """Save what a run goes on from as run/state-STEP; remove all other states, and weights but those of step `best`.
+    """Save a state to resume from as run/state-STEP. Remove other states, and all weights but those of step `best`.
 
     Raises InputError if the disk is full.
     """
@@ -106,7 +106,7 @@ def save(run, step, best, model, optimizer, world):
 
 def restore(run, model, optimizer, world):
     """Load the newest state of a run; return its step, or -1 if there is no state."""
-    complete = run.glob("state-*/.metadata")  # which is written last
+    complete = run.glob("state-*/.metadata")  # written last
     step = max((int(path.parent.name.removeprefix("state-")) for path in complete), default=-1)
     if step >= 0:
         weights, moments = get_state_dict(model, optimizer)

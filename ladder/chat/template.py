@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own: a Renderer runs this file as that process.
 
-Jinja's sandbox keeps a stranger's template from the system, but not from running for ever or making a text of any size,
-in one expression such as 10**(10**10). Hence a timer of CPU time, which ends the process, and a limit of its memory. A
-request is a line of JSON, [template, variables]; its answer is another, [text, error].
+Jinja's sandbox keeps an untrusted template away from the system, but it does not stop one that runs for ever or makes a
+text of any size, as in the expression 10**(10**10). Hence a timer of CPU time ends the process, and its memory is
+limited. A request is a line of JSON, [template, variables], and its answer is another line, [text, error].
 """
 
 import contextlib
@@ -19,12 +19,12 @@ import time
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEGABYTES, CHARACTERS = 512, 10**7  # what a template may take, besides a Renderer's seconds
+MEGABYTES, CHARACTERS = 512, 10**7  # limits for a template, besides a Renderer's seconds
 
 
 @functools.cache
 def compiled(template):
-    """Return a template compiled as in transformers (huggingface.co/docs/transformers/chat_templating_writing)."""
+    """Compile a template as transformers does (huggingface.co/docs/transformers/chat_templating_writing)."""
 
     def raise_exception(message):
         raise ValueError(message)
@@ -39,7 +39,7 @@ def compiled(template):
 def render(template, variables):
     try:
         text = compiled(template).render(variables)
-    except Exception as e:  # whatever the template's code raises
+    except Exception as e:  # the template's code may raise anything
         return None, str(e) or type(e).__name__
     return (text, None) if len(text) <= CHARACTERS else (None, f"its text has {len(text):,} characters")
 
@@ -48,15 +48,15 @@ def main(seconds):
     with contextlib.suppress(ValueError):  # systems without this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES * 2**20, MEGABYTES * 2**20))
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time; its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # counts CPU time, and its signal ends the process
         print(json.dumps(render(*json.loads(line))), flush=True)
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 class Renderer:
-    """The process that renders, started when the first template is rendered and again after it was ended.
+    """The process that renders. It is started with the first request, and again after it was ended.
 
-    Threads share it: each waits for the answers of those before it.
+    Threads share it, and each waits until the requests before its own are answered.
     """
 
     seconds, process = 10, None
@@ -70,12 +70,12 @@ class Renderer:
             if self.process is None:
                 command = [sys.executable, "-P", __file__, str(self.seconds)]
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-                self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C does not reach it
+                self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # without Ctrl-C
             try:
                 self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
                 self.process.stdin.flush()
                 return json.loads(self.process.stdout.readline())
-            except (BrokenPipeError, ValueError):  # it was ended
+            except (BrokenPipeError, ValueError):  # the process was ended
                 self.process.communicate()
                 self.process = None
                 return None, f"it takes more than {self.seconds} s or {MEGABYTES} MB"

@@ -14,27 +14,27 @@ from ladder.progress import progress
 
 HELP = "/reset begins a new conversation, /exit or Ctrl-D ends, Enter stops an answer"
 REPLIES = {"/help": HELP, "/reset": "(a new conversation)"}
-STEPS_BETWEEN_CHECKS = 8  # of several ranks, for a line that stops an answer: each check is a broadcast
+STEPS_BETWEEN_CHECKS = 8  # for a line that stops an answer; among several ranks a check is a broadcast
 
 
 def line_waits():
-    """Return whether the user of a terminal has typed a line that was not read yet."""
+    """Return whether the user has typed a line, on a terminal, that was not read yet."""
     return sys.stdin.isatty() and select.select([0], [], [], 0)[0] != []
 
 
 def read_line():
-    """Return the user's next line, or /exit at the end. On a terminal it stands after a prompt."""
+    """Return the user's next line, or /exit at the end of the input. On a terminal, a prompt is shown."""
     waited = line_waits()
     if sys.stdin.isatty() and not waited:
         print("> ", end="", flush=True)
     line = sys.stdin.buffer.readline().decode(errors="replace")
-    if waited and line.strip():  # typed during an answer, whose text is all around its echo
+    if waited and line.strip():  # typed during an answer, so that its echo stood within the answer's text
         print(f"> {line.rstrip()}", flush=True)
     return line or "/exit"
 
 
 def is_stopped(steps, world):
-    """Return, after so many steps of an answer and on all ranks alike, whether the user typed a line meanwhile."""
+    """Return, equally on all ranks, whether the user typed a line meanwhile. steps: how many the answer has so far."""
     if world.alone:
         return line_waits()
     if steps % STEPS_BETWEEN_CHECKS:
@@ -45,16 +45,16 @@ def is_stopped(steps, world):
 
 
 def chat_on_terminal(job, runner):
-    """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
+    """Read lines and answer each. With a chat template the lines are user messages; without one the text just goes on.
 
-    job: a Job. runner: generate.load's for it.
+    job: a Job. runner: what generate.load returns for it.
     """
     world, tokenizer, context = job.world, job.tokenizer, min(CHAT_CONTEXT, job.config.max_seq_len)
     beginning = job.args.chat  # perhaps a system message
-    messages, ids, cached = beginning, [], []  # cached: the tokens that are in the cache
+    messages, ids, cached = beginning, [], []  # cached: the ids of the tokens in the cache
 
     def extended(messages, ids, line):
-        """Return a conversation and its ids with one more line of the user."""
+        """Return the conversation, and its ids, with another line of the user at its end."""
         messages = [*messages, {"role": "user", "content": line}]
         if tokenizer.template is not None:
             return messages, tokenizer.chat(messages)
@@ -64,7 +64,7 @@ def chat_on_terminal(job, runner):
         how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
         world.say(f"{how}; {HELP}")
     while True:
-        progress.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
+        progress.at("the wait for the user", timed=world.rank > 0)  # on other ranks it ends when rank 0 goes on
         line = world.gather(read_line() if world.rank == 0 else "")[0]
         command = line.strip()
         if command == "/exit":
@@ -76,27 +76,26 @@ def chat_on_terminal(job, runner):
         if command in REPLIES or not command:
             continue
         line = line.rstrip("\r\n")
-        anew = extended(beginning, [], line)
-        if len(anew[1]) >= context:
-            world.say(f"a message of {len(anew[1])} tokens leaves no room in the context of {context}: shorten it")
+        restarted = extended(beginning, [], line)  # what this line alone would be
+        if len(restarted[1]) >= context:
+            world.say(f"a message of {len(restarted[1])} tokens leaves no room in the context of {context}: shorten it")
             continue
         messages, ids = extended(messages, ids, line)
         if len(ids) >= context:
             world.say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
-            messages, ids = anew
-        new, _ = fit(job.args.max_new_tokens, [ids], context)
-        printer = Printer(world.rank, [ids], tokenizer, new, show_prompt=False)
-        known = len(os.path.commonprefix([cached, ids[:-1]]))
-        ends = job.config.eos_ids
-        answer = Generation(runner, [ids], new, job.sample, ends, cached_tokens=known)
-        for steps, fresh in enumerate(answer, start=1):
-            printer.push(fresh)
+            messages, ids = restarted
+        max_new_tokens, _ = fit(job.args.max_new_tokens, [ids], context)
+        printer = Printer(world.rank, [ids], tokenizer, max_new_tokens, show_prompt=False)
+        cached_tokens = len(os.path.commonprefix([cached, ids[:-1]]))
+        answer = Generation(runner, [ids], max_new_tokens, job.sample, job.config.eos_ids, cached_tokens)
+        for steps, new in enumerate(answer, start=1):
+            printer.push(new)
             if is_stopped(steps, world):
                 break
         [row] = answer.rows
         printer.finish([row])
         if answer.finish_reasons == ["length"]:
-            limit = "--max-new-tokens" if new == job.args.max_new_tokens else "the end of the context"
+            limit = "--max-new-tokens" if max_new_tokens == job.args.max_new_tokens else "the end of the context"
             world.say(f"(cut at {limit})")
         ids = ids + row
         cached = ids[:-1]

@@ -1,4 +1,4 @@
-"""A checkpoint folder: config.json and safetensors, with an index when there are several."""
+"""Reads a checkpoint folder: config.json, and weights in safetensors files, with an index if there are several."""
 
 import dataclasses
 import fnmatch
@@ -21,14 +21,15 @@ from ladder.layers.attention_inputs import rope_frequencies
 from ladder.progress import progress
 from model import Config
 
-MOST_LAYERS = 1000  # checked before so many are built
-LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
+MOST_LAYERS = 1000  # more are refused before they are built
+LARGEST_NUMBER = {int: 2**24, float: 1e30}  # in a config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LFS = "version https://git-lfs."  # begins the file that Git LFS leaves in another's place until that is pulled
+LFS_POINTER = "version https://git-lfs."  # how a pointer begins, which stands for a file that is not pulled yet
 MERGE = "merge it: peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
-WRAPPED = re.compile(r"^module\.|(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # in tensors' names
+WRAPPERS = re.compile(r"^module\.|(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # in tensors' names
+RENAMED_FIELDS = {"sum_norms": "post_norms", "kept": "not_quantized"}  # fields of Config in older folders: now
 SAFETENSORS = "take the model's folder in Hugging Face's form, with config.json and model*.safetensors"
-FORMATS = {  # files that are not read here: what they are, and what to do
+OTHER_FORMATS = {  # {a file that is not read here: what it is, and what to do}
     "adapter_config.json": f"an adapter's: {MERGE}", "*.gguf": f"in GGUF, which is not read: {SAFETENSORS}",
     "params.json": f"in Meta's or Mistral's own format: {SAFETENSORS}", "*.pth": f"a pickle: {SAFETENSORS}",
     "pytorch_model*.bin": "a pickle: transformers makes safetensors of it (docs/formats.md)",
@@ -40,16 +41,16 @@ def dtype_name(dtype):
 
 
 def explain(path):
-    """Return what a file, or what is in a folder, is of the FORMATS: the end of an error message, or ""."""
+    """Return the end of an error message that says which of the OTHER_FORMATS a file is, or a folder has, or ""."""
     names = sorted(os.listdir(path)) if os.path.isdir(path) else [os.path.basename(path)]
-    known = [f"; {name} is {FORMATS[form]}" for form in FORMATS for name in fnmatch.filter(names, form)]
-    return known[0] if known else ""
+    hints = [f"; {name} is {OTHER_FORMATS[form]}" for form in OTHER_FORMATS for name in fnmatch.filter(names, form)]
+    return hints[0] if hints else ""
 
 
 def refuse_pointer(path):
-    """Raise InputError for a Git LFS pointer."""
+    """Raise InputError if the file is a Git LFS pointer."""
     with open(path, "rb") as file:
-        if file.read(len(LFS)) == LFS.encode():
+        if file.read(len(LFS_POINTER)) == LFS_POINTER.encode():
             raise InputError(f"{path} is a Git LFS pointer: git lfs pull brings the file itself")
 
 
@@ -77,14 +78,14 @@ def read_json(path):
 
 
 def _is_a(value, annotation):
-    """Return whether a value of JSON is of a field's type. A bool is no number, and a number is at least 0."""
+    """Return whether a value of JSON has a field's type. A bool does not count as a number; numbers are at least 0."""
     if isinstance(annotation, types.UnionType):
         return any(_is_a(value, each) for each in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
         return isinstance(value, tuple) and all(_is_a(each, typing.get_args(annotation)[0]) for each in value)
-    if annotation in LARGEST:
+    if annotation in LARGEST_NUMBER:
         number = isinstance(value, int | annotation) and not isinstance(value, bool)
-        return number and 0 <= value <= LARGEST[annotation]
+        return number and 0 <= value <= LARGEST_NUMBER[annotation]
     return isinstance(value, annotation)
 
 
@@ -93,14 +94,15 @@ def make_config(values, source):
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
     for field in dataclasses.fields(Config):
         value = values.get(field.name)
-        above_zero = field.type in LARGEST
+        above_zero = field.type in LARGEST_NUMBER
         if field.name in values and not (_is_a(value, field.type) and (value or not above_zero)):
             words = inspect.formatannotation(field.type) + " above 0" * above_zero
             raise InputError(f"{source}: {field.name} is {reprlib.repr(value)} but must be {words}")
     if values.get("n_layers", 0) > MOST_LAYERS:
         raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
-    known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Config)}
-    for what, keys in ("unknown", values.keys() - known), ("no", {k for k in known if known[k]} - values.keys()):
+    required = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Config)}
+    absent = {name for name in required if required[name]} - values.keys()
+    for what, keys in ("unknown", values.keys() - required), ("no", absent):
         if keys:
             raise InputError(f"{source}: {what} key {min(keys)!r}")
     try:
@@ -128,11 +130,11 @@ def read_config(folder):
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
-    return make_config(values, path)
+    return make_config({RENAMED_FIELDS.get(name, name): value for name, value in values.items()}, path)
 
 
 def shards(index):
-    """Return the paths of the shards in an index, which may name plain files of its own folder only."""
+    """Return the paths of the files that an index names. Raises InputError unless they are plain files beside it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map of tensor names to file names")
@@ -144,16 +146,16 @@ def shards(index):
 
 
 class Weights:
-    """The tensors of a folder's safetensors files, memory-mapped; only what is read is loaded.
+    """The tensors of a folder's safetensors files, memory-mapped, so that only what is read is loaded.
 
-    Raises InputError for a missing or truncated file, and for a missing tensor.
+    Raises InputError for a file that is missing or truncated, and for a tensor that is missing.
     """
 
     def __init__(self, folder):
         single, index = (Path(folder) / f"model.safetensors{ending}" for ending in ("", ".index.json"))
         if not single.is_file() and not index.is_file():
             raise InputError(f"{folder} has no {single.name}, no {index.name}{explain(folder)}")
-        self.files = {}  # tensor name, without what wraps a module: the file that holds it, and its name there
+        self.files = {}  # {a tensor's name, without what wrappers add: (its file, its name there)}
         for path in [single] if single.is_file() else shards(index):
             try:
                 stored = safe_open(path, framework="pt").keys()
@@ -164,7 +166,7 @@ class Weights:
             if peft := [name for name in stored if re.search(r"^base_model\.model\.|\.(base_layer|lora_[AB])\.", name)]:
                 raise InputError(f"{path}: tensor {peft[0]} is of a PEFT adapter: {MERGE}")
             for name in stored:
-                own = WRAPPED.sub("", name)
+                own = WRAPPERS.sub("", name).replace("_sum_norm.", "_post_norm.")  # as earlier versions called it
                 if self.files.get(own, (path, name))[1] != name:
                     raise InputError(f"{path}: tensor {name} is a second {own}: drop one")
                 self.files[own] = path, name
@@ -173,31 +175,31 @@ class Weights:
         return list(self.files)
 
     def read(self, name):
-        """Return the tensor, mapped into memory."""
+        """Return a tensor that is mapped into memory. Raises InputError if there is none of this name."""
         if name not in self.files:
             raise InputError(f"the checkpoint has no tensor {name}")
-        # Opened anew each time, so that the mapping lives only as long as the tensor.
+        # The file is opened anew each time, so that the mapping lives only as long as the tensor.
         path, stored = self.files[name]
         return safe_open(path, framework="pt").get_tensor(stored)
 
     def fill(self, target, name, dim=0, ranges=None):
-        """Copy the tensor, or the given ranges (start, stop) of its dimension dim, joined, into target.
+        """Copy a tensor into target, or of its dimension dim only the given ranges [(start, stop), ...], joined.
 
-        It reads nothing else, and about 16 MB, or one expert, at a time, so that little memory is needed besides
+        Nothing else is read. About 16 MB, or one expert, are copied at a time, so that little memory is needed besides
         target.
         """
         start, step = 0, max(1, 2**24 // self.read(name)[:1].nbytes)
         for a, b in ranges or [(0, target.shape[dim])]:
-            chunk = target.narrow(dim, start, b - a)
+            part = target.narrow(dim, start, b - a)
             start += b - a
-            for i in range(0, len(chunk), step):
+            for i in range(0, len(part), step):
                 source = self.read(name).narrow(dim, a, b - a)  # read anew, which frees the pages copied before
-                chunk[i : i + step].copy_(source[i : i + step])
+                part[i : i + step].copy_(source[i : i + step])
                 progress.beat()
 
 
 def open_weights(folder, config, device):
-    """Return the Weights of a folder, or random ones where it is None. Raises InputError if there are more layers."""
+    """Return the Weights of a folder, or random ones if it is None. Raises InputError if config has fewer layers."""
     if folder is None:
         from ladder.checkpoints.sizes import RandomWeights
 
@@ -209,12 +211,13 @@ def open_weights(folder, config, device):
 
 
 def chosen_dtype(name, weights, tensor="norm.weight"):
-    """Return the dtype of that name; without one that of a tensor that is never quantized, or bfloat16 for random ones.
+    """Return the dtype of this name, or without a name the weights' own, which `tensor` has: it is never quantized.
 
-    weights: None for random ones, or anything with read(name).
+    weights: anything with read(name), or None for random weights, which are bfloat16. Raises InputError for a dtype
+    that models do not compute in.
     """
     stored = weights.read(tensor).dtype if weights else torch.bfloat16
-    if stored.itemsize == 1:  # such as FP8, which means nothing without its scales
+    if stored.itemsize == 1:  # such as FP8, whose scales are not read
         raise InputError(f"tensor {tensor} holds {dtype_name(stored)}: {UNQUANTIZED}")
     if not name and stored not in DTYPES.values():
         raise InputError(f"tensor {tensor} holds {dtype_name(stored)}: give --dtype, one of {', '.join(DTYPES)}")
@@ -222,16 +225,16 @@ def chosen_dtype(name, weights, tensor="norm.weight"):
 
 
 def check_shape(weights, name, shape):
-    """Raise InputError unless the tensor has the config's shape. weights: as tp.load_shard takes them."""
+    """Raise InputError unless the tensor has the config's shape. weights: anything with read(name)."""
     if (stored := weights.read(name).shape) != shape:
         raise InputError(f"tensor {name} is {tuple(stored)}, but the config says {tuple(shape)}")
 
 
 def read_slice(weights, name, piece, device):
-    """Return what a rank holds of a tensor. piece: a tp.ShardSlice.
+    """Return a rank's slice of a tensor, on the device. piece: a tp.ShardSlice.
 
-    Raises InputError for integers where floats should be, or integers of another type, and for numbers that are not
-    finite.
+    Raises InputError if the tensor holds integers where the config says floats, integers of another type, or numbers
+    that are not finite.
     """
     stored, dtype = weights.read(name).dtype, piece.dtype
     if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
@@ -239,15 +242,15 @@ def read_slice(weights, name, piece, device):
     if piece.zeros:
         return torch.zeros(piece.shape, dtype=dtype, device=device)
     shape, columns, ranges = list(piece.shape), piece.columns, piece.ranges
-    if ranges:  # of what is stored
+    if ranges:  # of columns; from here on, of stored elements
         ranges = [(start // columns, -(-stop // columns)) for start, stop in ranges]
         shape[piece.dim] = sum(stop - start for start, stop in ranges)
     tensor = empty_in_huge_pages(shape, dtype, device)
     weights.fill(tensor, name, piece.dim, ranges)
     if tensor.shape != piece.shape:
-        from ladder.kernels import int_linear
+        from ladder.kernels import quant_linear
 
-        tensor = int_linear.regroup(tensor, *piece.ranges[0], columns)
+        tensor = quant_linear.regroup(tensor, *piece.ranges[0], columns)
     if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
         why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
         raise InputError(f"tensor {name} holds NaN or infinite values {why}")

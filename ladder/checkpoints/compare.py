@@ -1,19 +1,19 @@
-"""Whether two checkpoint folders hold the same: their contents, for ranks; their vocabularies, for two models."""
+"""Compares checkpoint folders: whether all ranks read the same files, and whether two models share a vocabulary."""
 
 import hashlib
 from pathlib import Path
 
-from ladder.checkpoints.tokenizer import SETTINGS, VOCABULARIES, load_tokenizer
+from ladder.checkpoints.tokenizer import SETTINGS_FILES, VOCABULARY_FILES, load_tokenizer
 from ladder.errors import InputError
 
-TOKENIZER_FILES = *VOCABULARIES, "merges.txt", *SETTINGS, "generation_config.json"
+TOKENIZER_FILES = *VOCABULARY_FILES, "merges.txt", *SETTINGS_FILES, "generation_config.json"
 
 
 def digest(folder, samples=1024):
-    """Return a short hash of a checkpoint folder: of its small files, and of the headers and samples of its weights.
+    """Return a short hash of a checkpoint folder: of its small files, and of headers and samples of its weights.
 
-    Ranks compare it to find that they read different files. A change within a tensor is certain to be seen
-    only if it is longer than a 1024th of its file.
+    Ranks compare it, in order to notice that they read different files. A change within a tensor is certain to be
+    noticed only if it is longer than a 1024th of its file.
     """
     result = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
@@ -31,15 +31,15 @@ def digest(folder, samples=1024):
 
 
 def token_text(tokenizer, i):
-    """Return the text of a token after other text: a decoder drops a space at the beginning."""
+    """Return the text of a token as it follows other text, since decoders drop a space at the beginning."""
     return tokenizer.continuation(tokenizer.encode_plain("a"), [i])
 
 
 def check_vocabulary(config, folder, other, other_folder, called):
-    """Raise InputError unless two models have the same number of tokens and, where compared, the same tokens.
+    """Raise InputError unless two models have the same number of tokens and, as far as compared, the same tokens.
 
-    folder, other_folder: each model's folder, or None if it has no tokenizer; of two, about 1000 tokens are compared.
-    called: the other model's name in the message.
+    folder, other_folder: each model's folder, or None if it has no tokenizer; if both have one, about 1000 tokens are
+    compared. called: what the message calls the other model.
     """
     error = f"{called} has another vocabulary"
     if other.vocab_size != config.vocab_size:
@@ -49,6 +49,6 @@ def check_vocabulary(config, folder, other, other_folder, called):
         return
     special = {*ours.special.values(), *theirs.special.values()}
     for i in range(0, config.vocab_size, 1 + config.vocab_size // 1000):
-        own, text = (token_text(t, i).replace("<unk>", " \u2047 ") for t in (ours, theirs))  # the two ways to write it
-        if i not in special and own != text:
-            raise InputError(f"{error}: token {i} is {text!r}, and the model's {own!r}")
+        text, other_text = (token_text(t, i).replace("<unk>", " \u2047 ") for t in (ours, theirs))  # both mean unknown
+        if i not in special and text != other_text:
+            raise InputError(f"{error}: token {i} is {other_text!r}, and the model's {text!r}")

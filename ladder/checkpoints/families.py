@@ -1,4 +1,4 @@
-"""The families of Hugging Face's models that convert."""
+"""The families of Hugging Face models that can be converted, with the keys of their config.json files."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ COMMON = {
     "eos_token_id": None, "tie_word_embeddings": False, "hidden_act": None, "original_max_position_embeddings": None,
     "ladder_layers": None,  # of the paper's authors
 }  # fmt: skip
-REQUIRED = (  # of every family without a default of its own
+REQUIRED = (  # keys that a config.json must have unless its family has a default
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
     "max_position_embeddings",
 )  # fmt: skip
@@ -18,32 +18,33 @@ HARMLESS = {  # transformers' classes have these, but a text's logits do not dep
     "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype",
     "transformers_version", "use_cache",
 }  # fmt: skip
-ONLY = {  # what transformers reads in every family: the one value that is computed where a family does not list the key
+ONLY_VALUES = {  # the one value that is computed of a key that transformers reads in every family, unless it is listed
     "is_causal": True, "partial_rotary_factor": 1.0, "truncate": True, "per_layer_config": None,
     "attention_chunk_size": None,
 }  # fmt: skip
 UNQUANTIZED = "quantized weights are not read: take the model's unquantized folder"
-REMEDIES = {  # for keys that change what a model computes, in transformers or in other engines
+REMEDIES = {  # {a key that changes what a model computes, in transformers or in other engines: what to do about it}
     "attn_factor": "transformers does not read it: write attention_factor, attn_factor * (0.1 * ln(factor) + 1)",
     "dual_chunk_attention_config": "without it the model computes full attention, as in transformers: drop it",
     "quantization_config": UNQUANTIZED, "compression_config": UNQUANTIZED,
 }  # fmt: skip
-NESTED = {  # model_type: that of a text_config without one
+NESTED = {  # {model_type of a model with a tower for pictures: that of its text_config, if it has none}
     "mistral3": "mistral", "gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
 
 
 class Family(NamedTuple):
-    """A model_type. Its keys are those that transformers 5.23 reads, with its default where a config.json may lack one.
+    """What a model_type means. `keys` are those that transformers 5.23 reads, with the defaults that it has for them.
 
-    The first Llamas lack some, and transformers leaves out what is its default, above all in a text_config of NESTED.
-    What transformers does not read is ignored; a test goes through the attributes of its classes.
+    Defaults matter: the first Llamas lack some keys, and transformers does not write a value that is its default, above
+    all in a text_config of NESTED. Keys that transformers does not read are ignored; a test compares these tables with
+    the attributes of its classes.
     """
 
     keys: dict
-    values: dict = {}  # of our Config, whatever the keys
+    values: dict = {}  # fields of our Config that the family has in any case
     norms: dict = {}  # {the family's name of a norm: GLM's name}
-    only: dict = {}  # further keys that transformers reads: the one value that is computed
+    only: dict = {}  # {a further key that transformers reads: the one value of it that is computed here}
 
 
 LLAMA = {**COMMON, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2}
@@ -57,13 +58,13 @@ QWEN_EXPERTS = {
     "mlp_only_layers": None,
 }  # fmt: skip
 SHARED = {"moe_intermediate_size": None, "shared_expert_intermediate_size": None}
-LINEAR = {  # Qwen's with linear attention
+LINEAR = {  # keys of Qwen's families with linear attention
     **LLAMA, "bos_token_id": None, "eos_token_id": None, "attention_bias": False, "head_dim": 256,
     "partial_rotary_factor": 0.25, "layer_types": None, "full_attention_interval": 4, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-    "mrope_section": None, "mrope_interleaved": None,  # of pictures: the three positions of a text's token are one
+    "mrope_section": None, "mrope_interleaved": None,  # for pictures: a text token's three positions are equal
 }  # fmt: skip
-GATED = {"attention_gate": True, "qk_norm": True, "norm": "rms+1"}  # attention in the layers between those
+GATED = {"attention_gate": True, "qk_norm": True, "norm": "rms+1"}  # how the layers between those attend
 GRANITE = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}
 GLM = {**COMMON, "attention_bias": True, "attention_out_bias": False, "partial_rotary_factor": 0.5}
 GEMMA = {
@@ -71,7 +72,7 @@ GEMMA = {
     "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "attention_bias": False,
 }  # fmt: skip
 OLMO = {**COMMON, "attention_bias": False}
-SUM_NORMS = {
+POST_NORMS = {  # Gemma's and OLMo's names of norms: GLM's
     "post_attention_layernorm": "post_self_attn_layernorm", "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }  # fmt: skip
@@ -107,16 +108,16 @@ FAMILIES = {
     "gemma2": Family({
         **GEMMA, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
         "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    }, {"norm": "rms+1", "post_norms": True}, SUM_NORMS, CAUSAL),
+    }, {"norm": "rms+1", "post_norms": True}, POST_NORMS, CAUSAL),
     "gemma3_text": Family({
         **GEMMA, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, "rope_theta": 1e6,
         "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
         "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0,
         "final_logit_softcapping": None,
-    }, {"norm": "rms+1", "qk_norm": True, "post_norms": True}, SUM_NORMS, {**CAUSAL, "attn_logit_softcapping": None}),
-    "olmo2": Family(OLMO, OLMO_NORMS, SUM_NORMS),
+    }, {"norm": "rms+1", "qk_norm": True, "post_norms": True}, POST_NORMS, {**CAUSAL, "attn_logit_softcapping": None}),
+    "olmo2": Family(OLMO, OLMO_NORMS, POST_NORMS),
     "olmo3": Family(
-        {**OLMO, "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4}, OLMO_NORMS, SUM_NORMS
+        {**OLMO, "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4}, OLMO_NORMS, POST_NORMS
     ),
     "granite": Family({**COMMON, **BIASES, **GRANITE}),
     "mixtral": Family({**COMMON, **EXPERTS, "sliding_window": None}),

@@ -1,4 +1,4 @@
-"""Hugging Face's files of a tokenizer: tokenizer.json, and the settings beside it or beside another one."""
+"""Hugging Face's tokenizer files: tokenizer.json, and the settings files beside it or beside another tokenizer."""
 
 import json
 import reprlib
@@ -6,18 +6,17 @@ from itertools import takewhile
 
 from ladder.checkpoints.byte_pairs import byte_pairs
 from ladder.checkpoints.checkpoint import read_json, read_text
-from ladder.checkpoints.tokenizer import TEMPLATES, Tokenizer, library_errors
+from ladder.checkpoints.tokenizer import TEMPLATE_FILES, Tokenizer, library_errors
 from ladder.errors import InputError
 
 
 class JsonTokenizer(Tokenizer):
-    """tokenizer.json, without added tokens beyond vocab_size if that is given; or vocab.json with merges.txt."""
+    """A tokenizer.json, or a vocab.json with merges.txt. Added tokens beyond vocab_size, if given, are left out."""
 
     def __init__(self, path, vocab_size=None):
-        import tokenizers  # a SentencePiece model with settings does without
+        import tokenizers  # late: a SentencePiece model with settings does not need it
 
-        older = path.name == "vocab.json"
-        text = byte_pairs(path) if older else read_text(path)
+        text = byte_pairs(path) if path.name == "vocab.json" else read_text(path)
         self.model = tokenizers.Tokenizer.from_str(text)
         added = self.model.get_added_tokens_decoder()
         if vocab_size and any(i >= vocab_size for i in added):
@@ -28,9 +27,9 @@ class JsonTokenizer(Tokenizer):
         self.model.no_padding()
         self.special = {token.content: i for i, token in added.items()}
         self.hidden = {i for i, token in added.items() if token.special}
-        around = self.model.encode("a", add_special_tokens=True)  # with the tokens that its post-processor adds
-        before = takewhile(lambda pair: pair[1], zip(around.ids, around.special_tokens_mask, strict=True))
-        self.prefix = [i for i, _ in before]
+        encoded = self.model.encode("a", add_special_tokens=True)  # with the tokens that its post-processor adds
+        leading = takewhile(lambda pair: pair[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
+        self.prefix = [i for i, _ in leading]
         self.vocab_size = max([*self.model.get_vocab(with_added_tokens=True).values(), *self.prefix]) + 1
 
     @library_errors("the tokenizer cannot encode this text")
@@ -43,7 +42,7 @@ class JsonTokenizer(Tokenizer):
 
     @library_errors("the tokenizer cannot decode these tokens")
     def decode(self, ids):
-        # the library's own skip_special_tokens would print those that are "normalized"
+        # skip_special_tokens=True would still print special tokens that are "normalized"
         return self.model.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
 
     def token_id(self, text):
@@ -62,13 +61,13 @@ class JsonTokenizer(Tokenizer):
 
 
 def read_settings(tokenizer, folder, vocab_size):
-    """Take the chat template, the tokens it names and the BOS policy from the files beside the tokenizer's."""
+    """Give a tokenizer what the settings files beside it say: special tokens, the chat template, whether to add BOS."""
 
     def read(name):
         return read_json(folder / name) if (folder / name).exists() else {}
 
     settings = read("tokenizer_config.json")
-    if settings.get("added_tokens_decoder") is None:  # older folders have two more files instead
+    if settings.get("added_tokens_decoder") is None:  # older folders have two more files instead of this key
         settings |= read("special_tokens_map.json")
     named = [value for key, value in settings.items() if "_token" in key]
     special = {_text(token) for each in named for token in (each if isinstance(each, list) else [each])}
@@ -83,15 +82,15 @@ def read_settings(tokenizer, folder, vocab_size):
             tokenizer.add(text, i, hidden)
         elif text not in tokenizer.left_out:
             tokenizer.left_out += (text,)
-    for text in special:  # also one that is only named, and in the vocabulary like any text
+    for text in special:  # it may be an ordinary token of the vocabulary that only the settings call special
         if isinstance(text, str) and (i := tokenizer.token_id(text)) is not None:
             tokenizer.add(text, i, hidden=True)
-    # chat_template.json is a processor's of pictures and texts; transformers' tokenizers prefer the others
-    tokenizer.template = settings.get("chat_template") or read(TEMPLATES[1]).get("chat_template")
-    if isinstance(tokenizer.template, list):  # several named ones
+    # chat_template.json belongs to a processor of pictures and texts; transformers' tokenizers prefer the other places
+    tokenizer.template = settings.get("chat_template") or read(TEMPLATE_FILES[1]).get("chat_template")
+    if isinstance(tokenizer.template, list):  # several templates, each with a name
         tokenizer.template = {each["name"]: each["template"] for each in tokenizer.template}.get("default")
-    if (folder / TEMPLATES[0]).exists():
-        tokenizer.template = read_text(folder / TEMPLATES[0])
+    if (folder / TEMPLATE_FILES[0]).exists():
+        tokenizer.template = read_text(folder / TEMPLATE_FILES[0])
     names, own = ("bos_token", "eos_token", "pad_token", "unk_token"), tokenizer.template_variables
     tokenizer.template_variables = {name: _text(settings.get(name, own.get(name))) or "" for name in names}
     if settings.get("add_bos_token") is False:
@@ -105,7 +104,7 @@ def _without(text, names):
     """Return a tokenizer.json's text without these added tokens."""
     values = json.loads(text)
     values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] not in names]
-    if isinstance(vocabulary := values["model"]["vocab"], dict):  # which may name them too
+    if isinstance(vocabulary := values["model"]["vocab"], dict):  # it may contain them, too
         values["model"]["vocab"] = {token: i for token, i in vocabulary.items() if token not in names}
     return json.dumps(values)
 

@@ -1,4 +1,4 @@
-"""Reads Hugging Face's configs and names of tensors."""
+"""Reads Hugging Face folders: config.json becomes our Config, and their tensors get our names."""
 
 import dataclasses
 import math
@@ -8,27 +8,26 @@ from collections import Counter
 
 import torch
 
-from ladder.checkpoints import checkpoint, expert_weights, laneformer
+from ladder.checkpoints import checkpoint, hf_experts, laneformer
 from ladder.checkpoints.checkpoint import MOST_LAYERS, read_json
-from ladder.checkpoints.families import FAMILIES, HARMLESS, NESTED, ONLY, REMEDIES, REQUIRED
+from ladder.checkpoints.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED
 from ladder.errors import InputError
 from ladder.layers import linear_attention
 from ladder.layers.attention_inputs import unpaired
-from ladder.layers.rope_scaling import ROPE_KEYS
+from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
 from ladder.wiring_text import wiring_name
 
-PARTS = {  # of our tensors' names: Hugging Face's; wqkv is made of three
+HF_PARTS = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of three tensors
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "attention": "self_attn",
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "wo": "o_proj", "feed_forward": "mlp",
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate", "shared_gate": "shared_expert_gate",
     "attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm",  # GLM's
 }  # fmt: skip
 ROPE_TYPES = "full_attention", "sliding_attention"
-TWO_BASES = "gemma3_text", "olmo3"  # in which layers with a window turn otherwise
-SCALED = "gemma3_text", "ladder_residual"  # whose max_position_embeddings is that of the scaled model
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's names: ours
-ORIGINAL = "original_max_position_embeddings"
-ROPE = {key for keys in ROPE_KEYS.values() for key in keys} | {  # keys of rope_scaling and rope_parameters
+TWO_BASES = "gemma3_text", "olmo3"  # families whose layers with a window have another rope_theta
+SCALED_CONTEXT = "gemma3_text", "ladder_residual"  # families whose max_position_embeddings counts the extended context
+HF_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # {Hugging Face's name: ours}
+ALL_ROPE_KEYS = {key for keys in ROPE_KEYS.values() for key in keys} | {  # of rope_scaling and rope_parameters
     "rope_type", "type", "rope_theta", "mscale", "mscale_all_dim",
 }  # fmt: skip
 
@@ -37,18 +36,18 @@ def hf_names(name):
     """Return the names of the Hugging Face tensors that make up ours: one, or three (q, k, v) for wqkv."""
     layer, module, tensor = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(\w+)", name).groups()
     prefix = f"model.{layer}" if layer else ""
-    module = ".".join(PARTS.get(part, part) for part in module.split("."))
+    module = ".".join(HF_PARTS.get(part, part) for part in module.split("."))
     modules = [module.replace("wqkv", f"{letter}_proj") for letter in "qkv"] if module.endswith("wqkv") else [module]
     return [f"{prefix}{module}.{tensor}" for module in modules]
 
 
 def group(q, k, v, config):
-    """Return weights or biases of q, k and v as wqkv, which has for each KV head its queries, its key and its value."""
+    """Join weights or biases of q, k and v to wqkv: for each KV head the rows of its queries, its key, its value."""
     return torch.cat([t.unflatten(0, (config.n_kv_heads, -1)) for t in (q, k, v)], dim=1).flatten(0, 1)
 
 
 def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
-    """Return the wiring in which those layers (the last n, or a list) are ladders."""
+    """Return the text of the wiring in which ladder_layers, the last n layers or a list of layers, are ladders."""
     if not ladder_layers:
         return "parallel" if parallel_blocks else "standard"
     name = "parallel-ladder" if parallel_blocks else "ladder"
@@ -56,7 +55,10 @@ def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
 
 
 def text_values(values):
-    """Return the values of the language model that a config.json describes beside towers for pictures, or `values`."""
+    """Return the values of the language model in a config.json that also describes towers for pictures.
+
+    Without such towers these are the values themselves. Raises InputError.
+    """
     outer, text = values.get("model_type"), values.get("text_config")
     if not isinstance(outer, str) or outer not in NESTED:
         return values
@@ -67,16 +69,16 @@ def text_values(values):
 
 
 def read_hf(values):
-    """Return the values of a config.json that transformers reads, with the defaults of its family.
+    """Return the values of a config.json that transformers reads, completed by the defaults of its family.
 
-    "ignored" names the other keys: they change nothing in transformers. Raises InputError for families, and features
-    of them, that model.py does not compute.
+    "ignored" lists the other keys, which change nothing in transformers. Raises InputError for a family, or a feature
+    of one, that model.py does not compute.
     """
     values = text_values(values)
     family, _ = values.get("model_type"), values.pop("laneformer", None)
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already, which needs no conversion")
-    if "laneformer" in str(family).lower():  # Kog's, whose lanes are an extra
+    if "laneformer" in str(family).lower():  # Kog's
         family, values = "ministral", laneformer.laneformer_as_ministral(values)
     if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"model_type {family!r} is not supported; {', '.join(FAMILIES)} and laneformer are")
@@ -87,13 +89,13 @@ def read_hf(values):
         raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if family == "llamaLadder" and "ladder_layers" not in values:
         raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
-    rope_key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"  # the latter since transformers 5
+    rope_key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"  # which transformers 5 writes
     rope = values.get(rope_key) or known.get("rope_parameters") or {}
-    near = {}  # of layers with a window, where the others have another
+    near = {}  # rope of the layers with a window, if the others have another one
     if isinstance(rope, dict) and {*ROPE_TYPES} & rope.keys():
         rope, near = (rope.get(name) or {} for name in ROPE_TYPES)
-    only, read = ONLY | FAMILIES[family].only, {*known, *REQUIRED, "laneformer"}
-    harmless, turned = HARMLESS | only.keys() | {"model_type", "rope_scaling", "rope_parameters"}, read | ROPE
+    only, read = ONLY_VALUES | FAMILIES[family].only, {*known, *REQUIRED, "laneformer"}
+    harmless, turned = HARMLESS | only.keys() | {"model_type", "rope_scaling", "rope_parameters"}, read | ALL_ROPE_KEYS
     results, ignored = [], {}
     for prefix, given, names in ("", values, read), (f"{rope_key}.", rope, turned), (f"{rope_key}.", near, turned):
         for key, value in given.items():
@@ -104,7 +106,7 @@ def read_hf(values):
             if key not in names | harmless and value is not None:
                 ignored[prefix + repr(key)[1:-1]] = value
         results.append({key: value for key, value in given.items() if key in names})
-    if ignored and "laneformer" in values:  # whose code transformers does not have
+    if ignored and "laneformer" in values:  # transformers does not have its code, which may read the key
         key, value = ignored.popitem()
         words = "drop it from config.json if what the model computes does not depend on it"
         raise InputError(f"{key} {reprlib.repr(value)} is unknown: {words}")
@@ -113,10 +115,11 @@ def read_hf(values):
 
 
 def eos_ids(path, values, hf):
-    """Return the ids that end a text: those of config.json, `values`, and of a generation_config.json beside it."""
+    """Return the ids that end a text: those of config.json, `values`, and of generation_config.json beside it."""
     generation = path.with_name("generation_config.json")
     others = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    own = hf["eos_token_id"] if others is None or "eos_token_id" in values else None  # not a family's default
+    # a family's default yields to generation_config.json
+    own = hf["eos_token_id"] if others is None or "eos_token_id" in values else None
     result = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
     return tuple(dict.fromkeys(i for i in result if i not in (None, -1)))  # -1: no token
 
@@ -127,25 +130,25 @@ def config_from_hf(path):
     try:
         hf = read_hf(values)
         ours = our_values(hf) | {"eos_ids": eos_ids(path, text_values(values), hf)}
-    except (InputError, AttributeError, ArithmeticError, KeyError, TypeError, ValueError) as e:  # absent, text, NaN
+    except (InputError, AttributeError, ArithmeticError, KeyError, TypeError, ValueError) as e:
         raise InputError(f"{path}: {e if isinstance(e, InputError) else repr(e)}") from None
     return checkpoint.make_config(ours, path)
 
 
 def context_from_hf(hf, scaling):
-    """Return how many tokens a model takes: with yarn or linear factors at least factor times the original context.
+    """Return the context in tokens: with yarn or linear scaling, at least `factor` times the original context.
 
-    Such factors are often added without a larger max_position_embeddings, which SCALED families have in any case.
+    Such a scaling is often added without a larger max_position_embeddings, except in SCALED_CONTEXT families.
     """
     context = hf["max_position_embeddings"]
-    if not scaling or hf["model_type"] in SCALED or scaling.keys() & {"low_freq_factor", "long_factor"}:
+    if not scaling or hf["model_type"] in SCALED_CONTEXT or scaling.keys() & {"low_freq_factor", "long_factor"}:
         return context
-    original = hf[ORIGINAL] or hf["rope_scaling"].get(ORIGINAL) or context
+    original = hf[ORIGINAL_CONTEXT] or hf["rope_scaling"].get(ORIGINAL_CONTEXT) or context
     return max(context, int(scaling["factor"] * original))
 
 
 def our_values(hf):
-    """Return the values of Config, except eos_ids, from the result of read_hf."""
+    """Return the fields of Config, except eos_ids, from the result of read_hf."""
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
     family, attention_bias = hf["model_type"], hf.get("attention_bias", False)
     head_dim = hf["head_dim"] or dim // n_heads
@@ -155,8 +158,8 @@ def our_values(hf):
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
     has_linear = "linear_num_key_heads" in hf
     linear = linear_attention.values_from_hf(hf) if has_linear else {}
-    n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # which transformers 5 writes
-    experts = expert_weights.values_from_hf(hf, n_experts) if n_experts else {}
+    n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # as transformers 5 writes it
+    experts = hf_experts.values_from_hf(hf, n_experts) if n_experts else {}
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
@@ -179,14 +182,14 @@ def our_values(hf):
 def activation_from_hf(hf):
     """Return Config.activation from the result of read_hf."""
     given = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
-    name = "gelu_pytorch_tanh" if (hf["model_type"], given) == ("gemma", "gelu") else given  # as transformers takes it
-    if name not in ACTIVATIONS:
-        raise InputError(f"hidden_act {name!r} is not supported, only {', '.join(ACTIVATIONS)} are")
-    return ACTIVATIONS[name]
+    name = "gelu_pytorch_tanh" if (hf["model_type"], given) == ("gemma", "gelu") else given  # transformers reads it so
+    if name not in HF_ACTIVATIONS:
+        raise InputError(f"hidden_act {name!r} is not supported, only {', '.join(HF_ACTIVATIONS)} are")
+    return HF_ACTIVATIONS[name]
 
 
 def rotary_from_hf(hf, head_dim):
-    """Return the values of Config about rotary embeddings from the result of read_hf."""
+    """Return the fields of Config about rotary embeddings, from the result of read_hf."""
     rope, near, theta = hf["rope_scaling"], hf["near_rope"], hf["rope_theta"]
     part = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     rotary_dim, scaling = int(head_dim * part), rope_scaling_from_hf(hf)
@@ -201,7 +204,7 @@ def rotary_from_hf(hf, head_dim):
 
 
 def rope_scaling_from_hf(hf):
-    """Return Config.rope_scaling from the result of read_hf. Absent keys get transformers' values."""
+    """Return Config.rope_scaling from the result of read_hf. Absent keys get the values that transformers takes."""
     rope, context = hf["rope_scaling"], hf["max_position_embeddings"]
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if "short_factor" in rope else kind  # Phi-3 had other names for it
@@ -209,7 +212,7 @@ def rope_scaling_from_hf(hf):
         return None
     if kind not in ROPE_KEYS:
         raise InputError(f"rope type {kind!r} is not supported, only default, {', '.join(ROPE_KEYS)} are")
-    original = hf.get(ORIGINAL) or rope.get(ORIGINAL) or context
+    original = hf.get(ORIGINAL_CONTEXT) or rope.get(ORIGINAL_CONTEXT) or context
     factor, scaling = rope.get("factor") or context / original, {}
     if kind == "yarn":
         mscales = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -217,14 +220,14 @@ def rope_scaling_from_hf(hf):
         scaling = {"factor": factor, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": over / under}
     elif kind == "longrope":
         scaling["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    scaling |= {key: value for key, value in rope.items() if value} | {ORIGINAL: original}
+    scaling |= {key: value for key, value in rope.items() if value} | {ORIGINAL_CONTEXT: original}
     if missing := [key for key in ROPE_KEYS[kind] if key not in scaling]:
         raise InputError(f"rope type {kind!r} needs {missing[0]}")
     return {key: scaling[key] for key in ROPE_KEYS[kind]}
 
 
 def nope_layers_from_hf(hf):
-    """Return the layers without rotary embeddings: those with a 0 in SmolLM3's list, or every interval-th layer."""
+    """Return the layers without rotary embeddings: those with a 0 in no_rope_layers, else every interval-th layer."""
     n_layers = hf["num_hidden_layers"]
     interval = hf.get("no_rope_layer_interval", n_layers + 1)
     has_rope = hf.get("no_rope_layers") or [i % interval for i in range(1, n_layers + 1)]
@@ -234,13 +237,13 @@ def nope_layers_from_hf(hf):
 
 
 def window_layers_from_hf(hf, context):
-    """Return the layers with a sliding window within the context: those of layer_types, or else the family's own."""
+    """Return the layers with a window shorter than the context: by layer_types, else by the family's pattern."""
     n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
     if window is None or not hf.get("use_sliding_window", True):
         return ()
     if window >= context and hf["model_type"] not in TWO_BASES:
         return ()
-    if types is None and hf["model_type"] in ("qwen2_moe", "smollm3"):  # transformers has others for each
+    if types is None and hf["model_type"] in ("qwen2_moe", "smollm3"):  # transformers' two defaults differ
         raise InputError("a sliding_window needs layer_types in this family")
     if types is None:
         first, step = hf.get("max_window_layers", 0), hf.get("sliding_window_pattern", n_layers + 1)
@@ -251,15 +254,16 @@ def window_layers_from_hf(hf, context):
 
 
 class LlamaWeights:
-    """The tensors of a Hugging Face folder under Llama's names: names() and read(name), like their source.
+    """The tensors of a Hugging Face folder under Llama's names; like its source, it has names() and read(name).
 
     Phi-3's fused projections are split. Granite's multipliers are folded into the weights: residual_multiplier into wo
     and w2, attention_multiplier into the queries, embedding_multiplier into the embedding table, logits_scaling into
     the last norm. If the table is also the output head, the last norm divides by embedding_multiplier. GLM's rotary
-    embeddings turn neighbours: see unpaired. Of a model with several towers only the language model's tensors are here.
+    embeddings turn neighbouring dimensions, so q and k are reordered (see `unpaired`). Of a model with several towers,
+    only the tensors of the language model are here.
 
-    skipped: {tower: how many tensors of it are not}. ignored: names of keys in config.json. config: the given one, but
-    not tied if the file's output head is another tensor than the embedding table, as transformers takes it.
+    skipped: {tower: how many tensors of it are left out}. ignored: the keys of config.json that are ignored. config:
+    the given one; it is not tied if the folder's output head differs from the embedding table, as in transformers.
     """
 
     def __init__(self, source, path, config):
@@ -268,29 +272,29 @@ class LlamaWeights:
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
         norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
         if config.n_experts:
-            source = expert_weights.ExpertWeights(source)
+            source = hf_experts.ExpertWeights(source)
         if config.linear_layers:
             source = linear_attention.LinearWeights(source, config)
         if "laneformer" in hf:
             source = laneformer.LaneformerWeights(source, H)
-        fused = {  # the proportions of their rows
+        fused = {  # {a fused projection: {its parts: the proportions of their rows}}
             "qkv_proj": {"q_proj": config.n_heads, "k_proj": config.n_kv_heads, "v_proj": config.n_kv_heads},
             "gate_up_proj": {"gate_proj": 1, "up_proj": 1},
         }
-        self.source, self.places = source, {}  # name: (the source's name, proportions of its chunks, which chunk)
+        self.source, self.places = source, {}  # {name: (the source's name, its parts' proportions, index)}
         for name in source.names():
             if name.startswith("mtp.") or nested and not re.match(r"(model\.)?language_model\.|lm_head\.", name):
                 self.skipped[name.removeprefix("model.").partition(".")[0]] += 1
                 continue
-            text = re.sub(r"^((model|language_model)\.)*", "", name)  # older folders have another order
+            text = re.sub(r"^((model|language_model)\.)*", "", name)  # older folders have them in another order
             text = text if text.startswith("lm_head.") else f"model.{text}"
             module = f".{text}".split(".")[-2]
-            chunks = fused.get(module, {norms.get(module, module): 1})
-            for i, chunk in enumerate(chunks):
-                place = text.replace(module, chunk)
+            parts = fused.get(module, {norms.get(module, module): 1})
+            for i, part in enumerate(parts):
+                place = text.replace(module, part)
                 if place in self.places:
                     raise InputError(f"the source has both {self.places[place][0]} and {name}: drop one")
-                self.places[place] = name, [*chunks.values()], i
+                self.places[place] = name, [*parts.values()], i
         both = [self.places.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
         if config.tie_embeddings and all(both) and not torch.equal(*(source.read(name) for name, _, _ in both)):
             config = dataclasses.replace(config, tie_embeddings=False)
@@ -301,18 +305,18 @@ class LlamaWeights:
             self.factors = {
                 "embed_tokens": embedding, "o_proj": residual, "down_proj": residual, "lm_head": head,
                 "norm": 1 / (head * hf["logits_scaling"]),
-                "q_proj": hf["attention_multiplier"] * H**0.5,  # the scores are over H**0.5
+                "q_proj": hf["attention_multiplier"] * H**0.5,  # attention divides the scores by H**0.5
             }  # fmt: skip
 
     def names(self):
         return list(self.places)
 
     def read(self, name):
-        source_name, chunks, i = self.places[name]
+        source_name, proportions, i = self.places[name]
         tensor = self.source.read(source_name)
-        if len(chunks) > 1:
-            unit = tensor.shape[-2] // sum(chunks)
-            tensor = tensor.split([unit * chunk for chunk in chunks], dim=-2)[i]
+        if len(proportions) > 1:
+            unit = tensor.shape[-2] // sum(proportions)
+            tensor = tensor.split([unit * n for n in proportions], dim=-2)[i]
         if self.rotary and re.search(r"\.[qk]_proj\.", name):
             tensor = unpaired(tensor, *self.rotary)
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)

@@ -1,4 +1,4 @@
-"""Reads the Hugging Face folders of Kog's Laneformer."""
+"""Reads Hugging Face folders of Kog's Laneformer: its config.json as a Ministral's, its tensors under Llama's names."""
 
 import re
 
@@ -7,13 +7,13 @@ import torch
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
 
-KEYS = {  # that only a Laneformer has, with the defaults of its code
+LANEFORMER_KEYS = {  # keys of config.json that only a Laneformer has, with the defaults of its code
     "norm_eps": 1e-5, "num_lanes": 1, "broadcast_delay": 1, "use_comm": True, "use_attention_comm": None,
     "use_mlp_comm": None, "use_early_comm": True, "lm_head_type": "replicate", "pre_norm_lane_agg": False,
     "replicated_rmsn_scale": True, "sliding_window_n_layers": 0, "swa_layers": None, "unclamped_layers": None,
     "attn_mask_type": "causal", "multiple_of": None, "depth_init": None, "use_flex_attn": None,
 }  # fmt: skip
-LLAMA = {
+LLAMA_NAMES = {  # {the name of a module in its files: Llama's}
     "model.tok_embeddings": "model.embed_tokens",
     "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj", "attention_norm": "input_layernorm",
@@ -24,7 +24,7 @@ LLAMA = {
 
 def laneformer_as_ministral(values):
     """Return a Laneformer's config.json as a Ministral's, with one more key, "laneformer": {field of Config: value}."""
-    own, hf = KEYS | values, {k: v for k, v in values.items() if k not in KEYS}
+    own, hf = LANEFORMER_KEYS | values, {k: v for k, v in values.items() if k not in LANEFORMER_KEYS}
     lanes, layers, first = own["num_lanes"], range(own["num_hidden_layers"]), own["sliding_window_n_layers"]
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters")  # before transformers 5, and since
     heads = ("replicate",) if own["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
@@ -51,7 +51,8 @@ def laneformer_as_ministral(values):
 class LaneformerWeights:
     """The tensors of such a folder under Llama's names, joined over the lanes, for rotations of pairs (i, i + H/2).
 
-    There each linear lies lane by lane, (L, out, in) for L lanes: o_proj and down_proj by columns, others by rows.
+    The folder stores each linear lane by lane, (L, out, in) for L lanes: o_proj and down_proj are cut by columns, the
+    others by rows.
     """
 
     def __init__(self, source, head_dim):
@@ -59,8 +60,8 @@ class LaneformerWeights:
         for name in source.names():
             match = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)\.(?:weight|scale)", name)
             layer, module = match.groups("") if match else ("", name)
-            if module != "model.freqs_cis":  # the rotations, which are computed here
-                self.theirs[f"{layer}{LLAMA.get(module, module)}.weight"] = name
+            if module != "model.freqs_cis":  # rotary embeddings, which are computed instead
+                self.theirs[f"{layer}{LLAMA_NAMES.get(module, module)}.weight"] = name
 
     def names(self):
         return list(self.theirs)

@@ -1,4 +1,4 @@
-"""The files of llama2.c: names() and read(name), under Hugging Face's names; what is not read is not loaded."""
+"""Reads files of llama2.c, with tensors under Hugging Face's names. Only the tensors that are read are loaded."""
 
 import math
 
@@ -11,9 +11,10 @@ from ladder.layers.attention_inputs import unpaired
 
 
 class Llama2cWeights:
-    """A llama2.c legacy file: 7 int32 of config, then float32 tensors, each stacked over the layers, memory-mapped.
+    """A legacy file of llama2.c, memory-mapped: 7 int32 of config, then float32 tensors, each stacked over the layers.
 
-    Its rotary embeddings turn neighbours: see unpaired.
+    Its rotary embeddings turn neighbouring dimensions, so q and k are reordered (see `unpaired`). Raises InputError if
+    the header makes no sense or does not match the size of the file.
     """
 
     def __init__(self, path):

@@ -18,7 +18,7 @@ def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie
 
 
 YARN = {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
-SIZES = {  # shapes for benchmarks; to random weights no token is a text's end
+SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights should not end a text
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
@@ -30,7 +30,7 @@ SIZES = {  # shapes for benchmarks; to random weights no token is a text's end
         post_norms=True, activation="gelu_tanh", embedding_scale=3840**0.5, window_rope_theta=1e4, sliding_window=1024,
         window_layers=tuple(i for i in range(48) if (i + 1) % 6),
     ),
-    "phi4-mini": Config(  # without the factors of its longrope, which make no step longer
+    "phi4-mini": Config(  # without its longrope, whose factors do not change the time of a step
         32, 24, 8, 128, 3072, 8192, 200064, 131072, tie_embeddings=True, rotary_dim=96,
     ),
     "ministral3-8b": Config(
@@ -82,12 +82,15 @@ def named_size(text):
 
 
 class RandomWeights:
-    """Weights without a file: matrices from N(0, 0.02), biases 0, norms of factor 1; integers of the same spread."""
+    """Random weights in place of checkpoint.Weights: matrices from N(0, 0.02), biases of 0, norms of factor 1.
+
+    Integers are drawn evenly, with scales that give their floats the same standard deviation.
+    """
 
     def __init__(self, config, device, seed=0):
         self.parameters = dict(build(config).named_parameters())
         self.norm = float(config.norm != "rms+1")
-        self.scale = 0.02 * 12**0.5 / (15 if config.quant == "int4" else 254)  # of evenly distributed integers
+        self.scale = 0.02 * 12**0.5 / (15 if config.quant == "int4" else 254)  # for the same deviation
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def read(self, name):

@@ -1,16 +1,16 @@
-"""Llama 3's tokenizer.model as Meta publishes it: a rank file of tiktoken's."""
+"""Llama 3's tokenizer.model as Meta publishes it, a file of token ranks for tiktoken."""
 
 import base64
 from itertools import count
 
 from ladder.checkpoints.tokenizer import Tokenizer, library_errors
 
-# Llama 3's pre-tokenizer pattern and special tokens: its rank file holds neither.
-PATTERN = (
+# The file contains neither Llama 3's pattern that splits words nor its special tokens.
+LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-SPECIAL = {
+LLAMA3_SPECIAL = {
     0: "<|begin_of_text|>", 1: "<|end_of_text|>", 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>",
     7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>",
 }  # fmt: skip
@@ -22,12 +22,12 @@ class TiktokenTokenizer(Tokenizer):
 
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-        if len({*ranks.values()}) < len(lines):  # a file cut within a number; the library would panic
+        if len({*ranks.values()}) < len(lines):  # the file was cut within a number; the library would panic
             raise ValueError("two tokens have the same rank")
         reserved = count()
-        names = [SPECIAL.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(256)]
+        names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(256)]
         self.special = {name: len(ranks) + i for i, name in enumerate(names)}
-        self.model = tiktoken.Encoding(path.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+        self.model = tiktoken.Encoding(path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
         self.n_ranks, self.vocab_size = len(ranks), len(ranks) + len(names)
         self.prefix = [self.special["<|begin_of_text|>"]]
 

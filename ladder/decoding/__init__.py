@@ -1,1 +1,1 @@
-"""From prompts to logits to tokens."""
+"""Batches of prompts, sampling, drafts, and scheduling ahead of the GPU."""

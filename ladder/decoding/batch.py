@@ -1,4 +1,4 @@
-"""A batch: its prompts as tensors, its cache, and the Sampler, which chooses the next ids by their logits.
+"""Batches: prompts as tensors, caches, and the Sampler, which chooses the next ids by the logits.
 
 Shape letters: B batch, S sequence, V vocabulary, v this rank's part of it.
 """
@@ -8,32 +8,32 @@ import torch
 from ladder.errors import InputError
 from model import VOCAB_BLOCK, SingleDevice
 
-BUCKET = 256  # a GPU's cache has multiples of so many slots
-SINGLE = SingleDevice()
-N_CHUNKS = VOCAB_BLOCK  # of the logits, which a GPU searches at the same time; it divides padded v
+BUCKET = 256  # the slots of a GPU's cache are a multiple of it
+SINGLE_DEVICE = SingleDevice()
+N_SECTIONS = VOCAB_BLOCK  # a GPU searches so many sections of the logits at the same time; it divides padded v
 
 
-@torch.inference_mode()  # for tensors made outside of it, the compiler would make a second graph
+@torch.inference_mode()  # the compiler would make another graph for tensors made outside of inference mode
 def pad(prompts, device):
-    """Return (tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
+    """Return (tokens (B, S), lengths (B,)) of prompts, which may differ in length; tokens are padded on the right."""
     rows = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
 
 
 def last_tokens(sequences, device):
-    """Return the arguments of Runner.decode for sequences of ids of which all but the last token is in the cache."""
+    """Return the arguments of Runner.decode for sequences of ids; all but the last token of each are cached."""
     tokens = torch.tensor([ids[-1:] for ids in sequences], device=device)
     positions = torch.tensor([len(ids) - 1 for ids in sequences], device=device)
     return tokens, positions, max(map(len, sequences))
 
 
 def make_cache(model, batch, length, in_buckets=False):
-    """Return a cache for rows of up to `length` tokens. in_buckets: in whole buckets, as a GPU always gets it.
+    """Return a cache for rows of up to `length` tokens. in_buckets: round up to whole buckets, as always on a GPU.
 
-    The last slot is a dummy slot, which no step reads: a slice of all slots would be compiled as another graph.
-    longrope chooses its factors by the number of the other slots; BUCKET divides its original context, so that no
-    rounding crosses it.
+    One more slot is a dummy slot, which no step reads. So a step never reads all slots; the compiler would make another
+    graph for that. longrope chooses its factors by the number of the other slots. BUCKET divides its original context,
+    so that rounding up does not cross it.
     """
     if in_buckets or model.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET
@@ -41,14 +41,14 @@ def make_cache(model, batch, length, in_buckets=False):
 
 
 class Sampler:
-    """A function from this rank's logits and the model's collectives to token ids, equal on all ranks.
+    """Chooses token ids, the same on all ranks, given a rank's logits and the model's collectives.
 
-    Ranks exchange only candidates, since no wiring hides a gathering of all logits. temperature: 0 is greedy. Equal
-    seeds draw equal tokens, on any number of ranks. Raises InputError.
+    Ranks exchange only their best candidates, since no wiring would hide the time of gathering all logits. temperature:
+    0 is greedy. Equal seeds draw equal tokens on any number of ranks. Raises InputError for values out of range.
     """
 
     def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
-        low, high = 1e-6, 1e30  # float32 still distinguishes them from 0 and from infinity
+        low, high = 1e-6, 1e30  # float32 can still tell them from 0 and infinity
         if not (temperature == 0 or low <= temperature <= high):
             raise InputError(f"temperature is {temperature} but must be 0 (greedy) or from {low} to {high}")
         if top_k is not None and top_k < 1:
@@ -60,42 +60,42 @@ class Sampler:
         self.temperature, self.top_k, self.top_p, self.device = temperature, top_k, top_p, device
         self.filters = top_k is not None or top_p < 1
         self.generator = torch.Generator(device).manual_seed(seed)
-        # samplers with an equal key share CUDA graphs; None: not captured
+        # samplers with an equal key share CUDA graphs; None: sampling is not captured
         self.graph_key = "greedy" if temperature == 0 else None if self.filters else self
 
-    def __call__(self, logits, comm=SINGLE):
-        """Return token ids (...) of this rank's logits (..., v), (B, v) to draw; -1 where not all are finite."""
+    def __call__(self, logits, comm=SINGLE_DEVICE):
+        """Return token ids (...) for local logits (..., v), or (B, v) unless greedy; -1 if some are not finite."""
         greedy = self.temperature == 0
         if self.filters and not greedy:
-            from ladder.decoding import top_k_top_p  # only top_k and top_p need it
+            from ladder.decoding import top_k_top_p
 
             return top_k_top_p.draw(self, logits, comm)
-        numbers, first, vocab_size = comm.local_logits(logits if greedy else logits.float())
-        chunks = numbers.unflatten(-1, (N_CHUNKS, -1))
-        chunk_max, chunk_argmax = chunks.max(-1)
-        top, chunk = chunk_max.max(-1)
-        score = (top + 0 * chunks.amin(-1).amin(-1)).double()  # 0 * -inf is NaN: finite only if all logits are
+        numbers, first_id, vocab_size = comm.local_logits(logits if greedy else logits.float())
+        sections = numbers.unflatten(-1, (N_SECTIONS, -1))
+        section_max, section_argmax = sections.max(-1)
+        top, section = section_max.max(-1)
+        score = (top + 0 * sections.amin(-1).amin(-1)).double()  # 0 * -inf is NaN: finite only if all logits are
         if greedy:
-            token = chunk * chunks.shape[-1] + chunk_argmax.gather(-1, chunk[..., None])[..., 0]
+            token = section * sections.shape[-1] + section_argmax.gather(-1, section[..., None])[..., 0]
         else:
             weights = (numbers - top[..., None]).div_(self.temperature).exp_()
-            lead, token = self.race(weights, first, vocab_size)
+            lead, token = self.race(weights, first_id, vocab_size)
             score = score / self.temperature + lead.log()  # the weights are relative to this rank's top
-        scores, ids = comm.all_gather(torch.stack((score, token + first), -1)).unbind(-1)
-        winner = ids.gather(0, scores.argmax(0, keepdim=True))[0].long()  # of equal scores the first rank's
+        scores, ids = comm.all_gather(torch.stack((score, token + first_id), -1)).unbind(-1)
+        winner = ids.gather(0, scores.argmax(0, keepdim=True))[0].long()  # of equal scores, the first rank's
         return winner.where(scores.isfinite().all(0), -1)
 
-    def race(self, weights, first, vocab_size):
+    def race(self, weights, first_id, vocab_size):
         """Draw local ids (B,) with probabilities proportional to this rank's weights (B, v); returns (leads, ids).
 
-        An exponential race among blocks of ids: a block of weight w leads by w / e, where e ~ Exp(1), and the
-        largest lead wins with probability w / sum(w), also among all ranks. A second race chooses an id in the block.
-        All ranks draw the same e, so the result does not depend on their number. first: this rank's first id.
+        This is an exponential race among blocks of ids. The lead of a block of weight w is w / e, where e ~ Exp(1), and
+        the largest lead wins with probability w / sum(w), also among all ranks. A second race chooses an id within the
+        block. All ranks draw the same e, so the result does not depend on their number. first_id: of this rank.
         """
         n_blocks, by_block = -(-vocab_size // VOCAB_BLOCK), weights.unflatten(-1, (-1, VOCAB_BLOCK))
         e = torch.empty(len(weights), n_blocks + VOCAB_BLOCK, device=weights.device)
         e.exponential_(generator=self.generator)
-        own = torch.arange(by_block.shape[1], device=weights.device) + first // VOCAB_BLOCK  # the last ones: padding
-        lead, block = (by_block.sum(-1).double() / e[:, own.clamp(max=n_blocks - 1)]).max(-1)
-        inside = by_block.gather(1, block[:, None, None].expand(-1, 1, VOCAB_BLOCK))[:, 0] / e[:, n_blocks:]
-        return lead, block * VOCAB_BLOCK + inside.argmax(-1)
+        blocks = torch.arange(by_block.shape[1], device=weights.device) + first_id // VOCAB_BLOCK  # the last: padding
+        lead, block = (by_block.sum(-1).double() / e[:, blocks.clamp(max=n_blocks - 1)]).max(-1)
+        id_leads = by_block.gather(1, block[:, None, None].expand(-1, 1, VOCAB_BLOCK))[:, 0] / e[:, n_blocks:]
+        return lead, block * VOCAB_BLOCK + id_leads.argmax(-1)

@@ -7,14 +7,14 @@ from ladder.ranks.world import World
 
 
 def build(job, runner):
-    """Return the Draft that a Job asks for, to help the model of its Runner."""
-    source, alone = job.draft_source, World(0, 1, job.world.device)  # its own weights are not sharded
+    """Return the Draft that a Job asks for. runner: of the model that it is to help."""
+    source, alone = job.draft_source, World(0, 1, job.world.device)  # each rank loads the whole draft model
     if source.config is None:
         return Ngrams(source.count)
     return SmallModel(source.count, runner.like(load_model(source.config, source.folder, job.args.dtype, alone)))
 
 
 def of_model(draft, count, runner):
-    """Return the Draft that complete()'s `draft` asks for, "ngram" or a model, to help the model of a Runner."""
+    """Return the Draft for complete()'s argument `draft`, "ngram" or a model. runner: of the model that it helps."""
     check_models("draft", runner.model.config, draft=None if draft == "ngram" else draft.config)
     return Ngrams(count) if draft == "ngram" else SmallModel(count, runner.like(draft))

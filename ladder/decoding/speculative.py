@@ -14,41 +14,42 @@ from model import cache_slots
 
 
 class Draft:
-    """Proposes the next tokens of each row. A subclass has propose(sequences, done, sample), arguments as of step().
+    """Proposes the next tokens of each row. A subclass has propose(sequences, done, sample); see step().
 
-    propose returns the proposed ids (B, P), the distributions (B, P, V) that they were drawn from or None if there are
-    none, and for each row whether it has proposals. P is one of `counts`.
+    propose returns the proposed ids (B, P), the distributions (B, P, V) that they were drawn from or None if they were
+    not drawn, and for each row whether it has proposals. P is one of `counts`.
+
     count: how many tokens are proposed at a time. runner: the Runner of the model that proposes, or None.
     drafted: how many tokens were proposed for each row since begin(). accepted: a Counter {n: how often n proposals of
-    a row were accepted}, which counts each row in each pass in which it had proposals.
+    a row were accepted}; in each pass it counts the rows that had proposals.
     """
 
     def __init__(self, count, runner=None):
         self.count, self.runner = count, runner
-        self.counts = (count,) if runner else (0, count)  # 0: where n-grams find nothing
+        self.counts = (count,) if runner else (0, count)  # n-grams may propose nothing
 
     def begin(self, cached_tokens=0):
-        """Prepare for a generation, of which so many tokens of each row are cached."""
+        """Prepare for a generation of which cached_tokens of each row are in the model's cache."""
         self.drafted, self.accepted = 0, Counter()
 
     @torch.inference_mode()
     def step(self, runner, sequences, done, sample):
-        """Run one pass of the model; returns [the new ids of each row].
+        """Run one pass of the model over proposals; return [the new ids of each row].
 
         sequences: the tokens of each row so far. done: which rows have ended. sample: a Sampler.
         """
-        ids, q, has = self.propose(sequences, done, sample)
+        ids, q, has_proposals = self.propose(sequences, done, sample)
         if self.runner:
             ids = of_rank_0(ids, runner.model.comm)
         new = verify(runner, sequences, ids, q, sample)
         self.drafted += ids.shape[1]
-        rows = zip(new, done, has, strict=True)
+        rows = zip(new, done, has_proposals, strict=True)
         self.accepted.update(len(row) - 1 for row, ended, proposed in rows if proposed and not ended)
         return new
 
     @torch.inference_mode()
     def warm_up(self, runner, sequences):
-        """Run the passes of steps with all these numbers of proposals."""
+        """Run a pass with each of the possible numbers of proposals, so that it is compiled."""
         sample = Sampler(0, device=runner.device)
         for count in self.counts:
             ids = torch.zeros(len(sequences), count, dtype=torch.long, device=runner.device)
@@ -57,12 +58,12 @@ class Draft:
 
 
 class Ngrams(Draft):
-    """Prompt lookup: proposes what followed the last few tokens where they last occurred in the text."""
+    """Prompt lookup: proposes the tokens that followed the last occurrence of the row's last two or three tokens."""
 
     def begin(self, cached_tokens=0):
         super().begin()
-        self.index = defaultdict(dict)  # {row: {n-gram: where it last ended}}
-        self.indexed = Counter()  # {row: tokens}
+        self.index = defaultdict(dict)  # {row: {n-gram: the index after its last occurrence}}
+        self.indexed = Counter()  # {row: how many of its tokens are in the index}
 
     def propose(self, sequences, done, sample):
         rows = [None if done[row] else self._lookup(row, ids) for row, ids in enumerate(sequences)]
@@ -70,24 +71,24 @@ class Ngrams(Draft):
         ids = torch.tensor([row or filler for row in rows], dtype=torch.long, device=sample.device)
         return ids, None, [row is not None for row in rows]
 
-    def _lookup(self, row, ids, lengths=(3, 2)):  # of n-grams, in this order
+    def _lookup(self, row, ids, lengths=(3, 2)):  # lengths of n-grams, tried in this order
         index = self.index[row]
         for end in range(self.indexed[row], len(ids)):
             index.update({tuple(ids[end - n : end]): end for n in lengths if n <= end})
         self.indexed[row] = len(ids)
         for n in lengths:
             if start := index.get(tuple(ids[-n:])):
-                return (ids[start:] * self.count)[: self.count]  # repeated where the sequence ends too early
+                return (ids[start:] * self.count)[: self.count]  # repeated if the sequence ends too early
         return None
 
 
 class SmallModel(Draft):
-    """Proposes one token after another: a smaller model, whole on each rank, with its own cache.
+    """Proposes one token after another by a smaller model, which each rank has whole, with a cache of its own.
 
-    Only what it proposes on rank 0 counts.
+    Only the proposals of rank 0 count.
     """
 
-    cached = 0  # tokens of each row that are in the cache; they remain for the next turn of a chat
+    cached = 0  # tokens of each row in its cache, which the next turn of a chat can use
 
     def begin(self, cached_tokens=0):
         super().begin()
@@ -105,11 +106,11 @@ class SmallModel(Draft):
         return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(sequences)
 
     def read(self, sequences, device):
-        """Return logits (B, S, V) whose last position follows the sequences.
+        """Return logits (B, S, V), of which the last position is for the token after each sequence.
 
-        It reads the last two tokens of each row: the last proposal may be accepted, but was not read yet.
+        The last two tokens of each row are read: if the last proposal was accepted, it is not in the cache yet.
         """
-        if self.begins:  # not in begin(): a request may end before anything is proposed
+        if self.begins:  # not in begin(), since a request may end before anything is proposed
             self.runner.prefill(*pad([ids[:-1] for ids in sequences], device), self.cached)
         self.begins, self.cached = False, min(map(len, sequences))
         tokens = torch.tensor([ids[-2:] for ids in sequences], device=device)
@@ -121,34 +122,36 @@ class SmallModel(Draft):
 
 
 def verify(runner, sequences, ids, q, sample):
-    """Run one pass of the model over proposals, or none; returns [new ids of each row].
+    """Run one pass of the model over each row's last token and its proposals; return [the new ids of each row].
 
-    ids, q: as for accept(). Of a row's new ids, all but the last are proposals.
+    ids, q: as `proposed` and q of accept(); ids may be (B, 0). All but the last new id of a row were proposed.
     """
     (tokens, positions, longest), comm = last_tokens(sequences, runner.device), runner.model.comm
     logits = runner.decode(torch.cat((tokens, ids), 1), positions, longest + ids.shape[1])
     if not ids.shape[1]:
         return sample(logits[:, 0], comm)[:, None].tolist()
     ids, accepted = accept(sample, logits, ids, q, comm)
-    accepted = accepted.clamp(max=cache_slots(runner.cache) - 2 - positions)  # beyond the cache, logits are garbage
+    accepted = accepted.clamp(max=cache_slots(runner.cache) - 2 - positions)  # beyond the cache the logits mean nothing
     if sample.temperature:
         ids, accepted = of_rank_0(torch.cat((ids, accepted[:, None]), 1), comm).tensor_split([-1], 1)
     return [row[: n + 1] for row, n in zip(ids.tolist(), accepted.flatten().tolist(), strict=True)]
 
 
 def of_rank_0(ids, comm):
-    """Return rank 0's ids on all ranks: sums on unlike devices, or two of one GPU, may differ in their last bits."""
+    """Return rank 0's ids on all ranks. Those of other ranks may differ, since unlike devices round differently."""
     return comm.all_gather(ids)[0]
 
 
 def probabilities(sample, logits, comm):
-    """Return the distributions (B, V) float32 that a Sampler above temperature 0 draws from, given this rank's logits
-    (B, v), and whether a row's logits are all finite (B,)."""
+    """Return (the distributions (B, V) float32 that a Sampler draws from, whether a row's logits are all finite (B,)).
+
+    sample: with a temperature above 0. logits: this rank's (B, v).
+    """
     if sample.filters:
-        ids, weights, finite = top_k_top_p.candidates(sample, logits, comm)
+        ids, weights, finite = top_k_top_p.gather_candidates(sample, logits, comm)
         weights = (weights / weights.sum(-1, keepdim=True)).nan_to_num().float()
         V = comm.local_logits(logits)[2]
-        p = torch.zeros(len(ids), V, device=ids.device).scatter_add_(-1, ids.clamp(max=V - 1), weights)  # beyond: 0
+        p = torch.zeros(len(ids), V, device=ids.device).scatter_add_(-1, ids.clamp(max=V - 1), weights)  # padding has 0
     else:
         logits = comm.gather_logits(logits).float()
         finite = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
@@ -157,7 +160,7 @@ def probabilities(sample, logits, comm):
 
 
 def draw(sample, logits, comm):
-    """Draw token ids (B,) from a draft's logits (B, v); returns (ids, their distributions (B, V) or None if greedy)."""
+    """Draw from a draft's logits (B, v); return (ids (B,), their distributions (B, V) or None if greedy)."""
     if sample.temperature == 0:
         return sample(logits, comm).clamp(min=0), None
     p, _ = probabilities(sample, logits, comm)
@@ -167,13 +170,14 @@ def draw(sample, logits, comm):
 def accept(sample, logits, proposed, q, comm):
     """Return (ids (B, P + 1), how many proposals of each row are accepted (B,)).
 
-    A row gets that many of its ids and one more. An id is -1 where the logits are not finite. logits (B, P + 1, v): the
-    model's, after the last token and after each proposal. proposed (B, P): drawn from q (B, P, V), or certain where q
-    is None.
+    A row continues with its accepted proposals and one more of its ids. An id is -1 if the logits are not finite.
+    logits (B, P + 1, v): the model's, after the last token and after each proposal. proposed (B, P): drawn from
+    q (B, P, V); q is None if they were not drawn.
 
-    Greedy: a proposal is accepted if it and those before it are the model's own. Else a proposal d is accepted with
-    probability min(1, p(d) / q(d)). The first refused one is replaced by a draw from max(0, p - q), and after the last
-    one comes a draw from p: then each id is distributed as p (arXiv 2211.17192).
+    Greedy: a proposal is accepted if it and all proposals before it are what the model chooses. Otherwise, with the
+    model's distribution p, a proposal d is accepted with probability min(1, p(d) / q(d)). The first rejected one is
+    replaced by a draw from max(0, p - q); if all are accepted, a draw from p follows. So each id is distributed as p
+    (arXiv 2211.17192).
     """
     if sample.temperature == 0:
         ids = sample(logits, comm)
@@ -181,11 +185,11 @@ def accept(sample, logits, proposed, q, comm):
     p, finite = (x.unflatten(0, logits.shape[:2]) for x in probabilities(sample, logits.flatten(0, 1), comm))
     q = F.one_hot(proposed, p.shape[-1]) if q is None else q
     p_d, q_d = (x.gather(-1, proposed[..., None])[..., 0] for x in (p[:, :-1], q))
-    drawn = torch.rand(q_d.shape, device=p.device, generator=sample.generator)
-    accepted = (drawn * q_d < p_d).long().cumprod(-1).sum(-1)  # (B,)
-    here = torch.arange(len(p), device=p.device), accepted  # where a row's further id comes from
+    uniform = torch.rand(q_d.shape, device=p.device, generator=sample.generator)
+    accepted = (uniform * q_d < p_d).long().cumprod(-1).sum(-1)  # (B,)
+    here = torch.arange(len(p), device=p.device), accepted  # the place of each row's last id
     rest = (p[here] - F.pad(q, (0, 0, 0, 1))[here]).clamp_(min=0)
-    rest = rest.where(rest.sum(-1, keepdim=True) > 0, p[here])  # p was q, except for rounding
+    rest = rest.where(rest.sum(-1, keepdim=True) > 0, p[here])  # if p equals q, rounding may leave nothing
     ids = F.pad(proposed, (0, 1))
     ids[here] = torch.multinomial(rest, 1, generator=sample.generator)[:, 0]
     return ids.where(finite, -1), accepted

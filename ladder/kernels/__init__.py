@@ -1,1 +1,1 @@
-"""Kernels for CPUs and GPUs, and torch.compile."""
+"""Kernels for CPUs and GPUs, their compilers, and how --compile uses torch.compile."""

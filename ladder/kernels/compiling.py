@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ladder.decoding.batch import Sampler, pad
 from ladder.kernels import compilers
-from ladder.kernels.cpu import modules
-from ladder.kernels.cpu.modules import FEW_POSITIONS
+from ladder.kernels.cpu import decode_modules
+from ladder.kernels.cpu.decode_modules import FEW_POSITIONS
 from ladder.progress import progress
 from model import Attention, attend, cache_slots
 
@@ -70,7 +70,7 @@ def use_decode_kernels(model):
     Raises InputError when these cannot be compiled.
     """
     if model.device.type == "cpu":
-        modules.use_skinny_gemm(model)
+        decode_modules.use_skinny_gemm(model)
         return
     for module in model.modules():
         if type(module) is Attention and module.head_dim % 16 == 0 and not module.score_cap:

@@ -1,4 +1,4 @@
-"""Loads operators written in C++, which are compiled when they are first needed, once on a machine."""
+"""Loads operators written in C++, which are compiled when a machine needs them for the first time."""
 
 import fcntl
 import hashlib
@@ -14,10 +14,10 @@ from ladder.kernels import compilers
 
 
 def load_operators(source, what, *options):
-    """Load the operators of a C++ file, a Path, compiled for this processor unless that was done before.
+    """Load the operators of the C++ file at Path `source`. It is compiled for this processor if that was not done yet.
 
-    The result is kept in $XDG_CACHE_HOME/ladder-fast (by default ~/.cache), for all copies of the project. what: who
-    needs a compiler, for the message. Raises InputError.
+    The compiled library is stored in $XDG_CACHE_HOME/ladder-fast (by default ~/.cache), for all copies of the project.
+    what: what needs the compiler, for the message. Raises InputError.
     """
     home = Path(torch.__file__).parent
     texts = [path.read_text() for path in (source, source.with_suffix(".h")) if path.is_file()]

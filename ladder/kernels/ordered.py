@@ -8,9 +8,10 @@ torch.library.register_fake("ladder::settle", lambda x, pending, after: torch.em
 
 @torch.library.impl("ladder::settle", "default")
 def _settle(x, pending, after):
-    """Return x + wait(pending), or a copy of x. `after` is only a dependency: tp.TensorParallel.settle says why.
+    """Return x + wait(pending), or a copy of x if pending is None.
 
-    Where ranks share memory, shared_memory.cpp has the same for CPUs.
+    `after` is only a dependency: tp.TensorParallel.settle says why. Where the ranks of CPUs share memory,
+    shared_memory.cpp has an operator that does the same.
     """
     return x.clone() if pending is None else x + torch.ops._c10d_functional.wait_tensor(pending)
 
@@ -21,7 +22,7 @@ torch.library.register_fake("ladder::wait_after", lambda pending, after: None)
 
 @torch.library.impl("ladder::wait_after", "default")
 def _wait_after(pending, after):
-    """Wait like settle, without its addition: on a GPU the compiler puts that into the kernel of the next norm."""
+    """Wait like settle, but add nothing: on a GPU the compiler fuses the addition with the next norm."""
     torch.ops._c10d_functional.wait_tensor(pending)
 
 
@@ -33,8 +34,8 @@ torch.library.register_fake("ladder::gather", lambda part, tp_size, group: part.
 def _gather(part, tp_size, group):
     """Return the parts (B, ...) of all ranks as (tp_size, B, ...).
 
-    Like any collective but all_reduce it is wrapped in one opaque operator: in the compiler's C++ wrapper (torch 2.13)
-    neither form of all-gather works, and a process group written in Python has only the coalesced one.
+    This operator hides the all-gather from the compiler, in whose C++ wrapper no form of all-gather works (torch 2.13).
+    It is the coalesced form, since a process group written in Python has no other.
     """
     ops = torch.ops._c10d_functional
     [parts] = ops.all_gather_into_tensor_coalesced([part.contiguous()], tp_size, group)

@@ -1,1 +1,1 @@
-"""Weights made for a fixed number of lanes, their wirings, and Laneformer."""
+"""Models whose weights are made for a fixed number of lanes, their wirings, and Laneformer."""

@@ -6,9 +6,9 @@ import torch.nn as nn
 from ladder.errors import InputError
 from model import VOCAB_BLOCK, Transformer, Wiring, list_sublayers
 
-SETTINGS = {  # what Config.laneformer may hold; the first value is what an absent key means
+SETTING_VALUES = {  # {a key of Config.laneformer: its values, of which the first is the default}
     "early_comm": (True, False),  # whether the first sublayers wait for their own sums
-    "attention_comm": (True, False),  # whether attentions are summed over the lanes at all, and MLPs
+    "attention_comm": (True, False),  # whether attentions are ever summed over the lanes; mlp_comm says it of MLPs
     "mlp_comm": (True, False),
     # what the output head reads. "replicate": the mean of the normed lanes. "sum": the norm of their sum.
     # "vocab_parallel": for each lane's part of the vocabulary, that lane's normed stream.
@@ -18,15 +18,16 @@ SETTINGS = {  # what Config.laneformer may hold; the first value is what an abse
 
 
 def settings(config):
-    return {key: values[0] for key, values in SETTINGS.items()} | (config.laneformer or {})
+    """Return Config.laneformer with the defaults of absent keys."""
+    return {key: values[0] for key, values in SETTING_VALUES.items()} | (config.laneformer or {})
 
 
 def check(config):
-    """Raise InputError for settings that make no model."""
+    """Raise InputError if a Config's wiring and laneformer make no model."""
     values = settings(config)
     for key, value in values.items():
-        if value not in SETTINGS.get(key, ()):
-            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(SETTINGS)} with their values")
+        if value not in SETTING_VALUES.get(key, ()):
+            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(SETTING_VALUES)} with their values")
     if config.named_wiring.stale % 2:
         raise InputError(f"wiring {config.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
     if values["lane_head"] == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.fixed_lanes or 1)):
@@ -38,19 +39,20 @@ def check(config):
 def laneformer_loop(x, sublayers, comm, config, norm=lambda x: x):
     """Run x_i = x_{i-1} + p_i + the other lanes' p_{i-d}, where p_i is this lane's partial h_i(x_{i-1}).
 
-    The first d sublayers wait for the sum of all p_i. Without early_comm they add sqrt(lanes) p_i, and so do all later
-    attentions without attention_comm, and MLPs without mlp_comm. The last d sums would come too late. At the end one
-    more all-reduce adds up the lanes' streams, or takes the mean of their norms, but not for the head "vocab_parallel".
+    The first d sublayers wait for the sum of all p_i or, without early_comm, add sqrt(lanes) p_i instead. So do all
+    later attentions without attention_comm, and all later MLPs without mlp_comm. The last d sublayers start no
+    all-reduce, since its sum would come too late. At the end, one more all-reduce adds up the lanes' streams, or their
+    norms for the mean; the head "vocab_parallel" needs none.
     """
-    own, recent, last = settings(config), [], None
-    has_sums = own["attention_comm"], own["mlp_comm"]
+    values, recent, last = settings(config), [], None
+    has_sums = values["attention_comm"], values["mlp_comm"]
     for i, (h, d) in enumerate(sublayers):
         p = h(x)
-        now, later = i < d and own["early_comm"], has_sums[i % 2] and i + d < len(sublayers)
+        now, later = i < d and values["early_comm"], has_sums[i % 2] and i + d < len(sublayers)
         started = comm.start(p) if now or later else None
         yield
         recent.append((p, started))
-        last = last if started is None else started  # what a wait must not be moved before
+        last = last if started is None else started  # the newest start, which no wait may precede
         before, pending = recent.pop(0) if i >= d else (None, None)
         if now:
             x = comm.settle(x, started)
@@ -59,8 +61,8 @@ def laneformer_loop(x, sublayers, comm, config, norm=lambda x: x):
             x = x if last is None else comm.pin(x, [last])
         else:
             x = comm.settle(x + (p - before), pending, newer=[last])
-    if own["lane_head"] != "vocab_parallel":
-        summed = own["lane_head"] == "sum"
+    if values["lane_head"] != "vocab_parallel":
+        summed = values["lane_head"] == "sum"
         started = comm.start(x if summed else norm(x))
         yield
         x = comm.wait(started) / (1 if summed else comm.lanes)
@@ -68,15 +70,15 @@ def laneformer_loop(x, sublayers, comm, config, norm=lambda x: x):
 
 
 class Laneformer(Transformer):
-    """A Transformer whose loop ends with its lanes' sum, and whose norms may differ by lane."""
+    """A Transformer whose loop ends with a sum over its lanes, and whose norms may differ from lane to lane."""
 
     check = staticmethod(check)
 
     def __init__(self, config):
         super().__init__(config)
-        self.settings = own = settings(config)
-        for name, module in self.named_modules() if own["lane_norms"] else ():
-            if isinstance(module, nn.RMSNorm) and (name, own["lane_head"]) != ("norm", "sum"):
+        self.settings = values = settings(config)
+        for name, module in self.named_modules() if values["lane_norms"] else ():
+            if isinstance(module, nn.RMSNorm) and (name, values["lane_head"]) != ("norm", "sum"):
                 module.weight = nn.Parameter(torch.empty(config.fixed_lanes * config.dim))
 
     def loop(self, x, metadata, cache=None):
@@ -88,7 +90,7 @@ class Laneformer(Transformer):
             return super().head(x, last_index)
         if last_index is not None:
             x = x[torch.arange(len(x), device=x.device)[:, None], last_index[:, None]]
-        return self.output(x)  # normed already, before the lanes' mean
+        return self.output(x)  # the loop has normed it, before the lanes' mean
 
 
 LANEFORMER = Wiring(

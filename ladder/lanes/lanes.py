@@ -1,4 +1,4 @@
-"""Several lanes on a rank: a lane is the shard that one of as many ranks as lanes would hold."""
+"""Several lanes on one rank. Of L lanes, a lane is the shard that one of L ranks would hold."""
 
 import functools
 import operator
@@ -28,11 +28,11 @@ def load_lanes(config, weights, dtype, device, rank=0, shares=(1,)):
     models, embeddings, lanes = [], None, (1,) * (config.fixed_lanes or len(shares))
     start = end = progress.beats
     for lane in lanes_of_rank(config, rank, shares):
-        progress.beats = start  # a rank with more lanes comes no further, least of all one that hangs in a later one
+        progress.beats = start  # else a rank that hangs in a later lane would seem to be ahead of the others
         model = load_shard(config, weights, dtype, device, lane, lanes, embeddings)
         end = max(end, progress.beats)
         for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
-            if len(norm.weight) > config.dim:  # those of all lanes, one after another
+            if len(norm.weight) > config.dim:  # it holds the weights of all lanes, one after another
                 norm.weight = nn.Parameter(norm.weight.view(-1, config.dim)[lane], requires_grad=False)
         models.append(model)
         embeddings = models[0].tok_embeddings
@@ -41,7 +41,7 @@ def load_lanes(config, weights, dtype, device, rank=0, shares=(1,)):
 
 
 class LaneSums:
-    """The collectives of a rank's lanes, which run interleaved: the last lane's start begins one all-reduce for all."""
+    """The collectives of a rank's lanes, whose loops take turns. The last lane to start begins the all-reduce."""
 
     def __init__(self, comm, lanes_here, lanes):
         self.comm, self.lanes_here, self.lanes = comm, lanes_here, lanes
@@ -49,7 +49,7 @@ class LaneSums:
 
     def start(self, partial):
         self.partials.append(partial)
-        sums = self.sums  # a list that all lanes of this turn share: the last of them puts the sum into it
+        sums = self.sums  # a list that all lanes of this turn get; the last lane puts the all-reduce into it
         if len(self.partials) == self.lanes_here:
             sums.append(self.comm.start(functools.reduce(operator.add, self.partials)))
             self.partials, self.sums = [], []
@@ -66,7 +66,7 @@ class LaneSums:
 
 
 class Lanes(nn.Module):
-    """The lanes of a rank, each a Transformer with its own shard; to generate.py it is one Transformer."""
+    """The lanes of a rank, each a Transformer with its own shard. It is called like one Transformer."""
 
     def __init__(self, models):
         super().__init__()
@@ -77,15 +77,15 @@ class Lanes(nn.Module):
     dtype = property(lambda self: self.lanes[0].dtype)
 
     def forward(self, tokens, positions=None, cache=None, cache_length=None, last_index=None, splits=1):
-        """Return the logits of all lanes' parts of the vocabulary, side by side; see Transformer.forward."""
+        """Return the logits of all lanes' parts of the vocabulary, side by side; the arguments: Transformer.forward."""
         n = len(self.lanes)
         sums = LaneSums(self.comm, n, self.config.fixed_lanes or self.comm.tp_size)
         loops, layers = [], self.config.n_layers
         for i, lane in enumerate(self.lanes):
             lane.comm, lane.config = sums, self.config
-            own = cache and cache[i * layers : (i + 1) * layers]
-            loops.append(lane.split_loops(tokens, positions, own, cache_length, last_index, splits))
-        xs = interleave(chain.from_iterable(zip(*loops, strict=True)))  # part by part, and in each lane by lane
+            lane_cache = cache and cache[i * layers : (i + 1) * layers]
+            loops.append(lane.split_loops(tokens, positions, lane_cache, cache_length, last_index, splits))
+        xs = interleave(chain.from_iterable(zip(*loops, strict=True)))  # ordered by part of the sequence, then by lane
         ends = [torch.cat(xs[i::n], dim=1) for i in range(n)]
         return torch.cat([lane.head(x, last_index) for lane, x in zip(self.lanes, ends, strict=True)], dim=-1)
 

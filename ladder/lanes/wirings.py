@@ -1,6 +1,7 @@
-"""The wirings whose function depends on the number of lanes, shards that each keep a residual stream x of their own.
+"""The wirings that compute another function with another number of lanes. model.py has the other wirings.
 
-spd/8 has eight lanes, on 1, 2, 4 or 8 ranks; spd alone has one lane on each rank. model.py has the other wirings.
+A lane is a shard of the model with a residual stream x of its own. spd/8 has eight lanes, on 1, 2, 4 or 8 ranks; spd
+alone has one lane on each rank.
 """
 
 import functools
@@ -16,8 +17,8 @@ def attention_into_mlp(x, block, metadata, cache):
 
 
 def delayed_loop(x, sublayers, comm, config):
-    """Run a ladder whose h reads x + own: the other lanes' partials are late, this lane's are on time."""
-    own = []  # this lane's partials whose sums are in residual_loop's in_flight, oldest first
+    """Run a ladder that gets the other lanes' partials late, but this lane's on time: h reads x + sum(own)."""
+    own = []  # this lane's partials whose all-reduces residual_loop has in flight, oldest first
 
     def with_own(h, stale, x):
         while len(own) > stale:  # residual_loop has added their sums to x
@@ -30,9 +31,10 @@ def delayed_loop(x, sublayers, comm, config):
 
 
 def desynced_loop(x, sublayers, comm, config):
-    """Keep every n-th all-reduce (n = wiring.period) and the last; between them the lanes' x drift apart.
+    """Run an all-reduce after every n-th sublayer (n = wiring.period) and after the last one.
 
-    There x becomes AllReduce(x / lanes + h(x)): the lanes' mean x plus the sum of their partials.
+    Between them, the lanes' x drift apart. An all-reduce sets x to AllReduce(x / lanes + h(x)): the mean of the
+    lanes' x plus the sum of their partials.
     """
     n = config.named_wiring.period
     for i, (h, _) in enumerate(sublayers, start=1):
@@ -46,7 +48,7 @@ def desynced_loop(x, sublayers, comm, config):
 
 
 def silent_loop(x, sublayers, comm, config):
-    """Run the sublayers without any all-reduce: no overlap can be faster."""
+    """Run the sublayers without any all-reduce. No overlap can be faster."""
     for h, _ in sublayers:
         x = x + h(x)
     yield x

@@ -1,1 +1,1 @@
-"""Layers that only some families have, and the parts that layers share."""
+"""Layers that only some families have, and parts that all layers share."""

@@ -1,4 +1,4 @@
-"""The MLPs of experts: an operator, which the compiler does not look into, computes those that tokens choose.
+"""The MLPs of experts. An operator that the compiler does not look into computes the experts that tokens choose.
 
 Shape letters: T tokens, k experts of each, E experts, D dim, I neurons of an expert.
 """
@@ -7,27 +7,27 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ladder.kernels.int_linear import dequantize
+from ladder.kernels.quant_linear import dequantize
 
-FEW_TOKENS = 128  # with more, a GPU would take longer to multiply all by every expert than to read the experts
+FEW_TOKENS = 128  # up to so many, a GPU multiplies all tokens by all experts as fast as it reads the experts
 
 torch.library.define("ladder::experts", "(Tensor x, Tensor chosen, Tensor[] w1, Tensor[] w3, Tensor[] w2) -> Tensor")
 torch.library.register_fake("ladder::experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1]))
 
 
 def floats(matrices, index=slice(None)):
-    """Return the matrices of the experts at `index`, by default all.
+    """Return the matrices of the experts at `index`, by default of all, as floats.
 
-    matrices: a list of the weight of all experts, or of the integers, scales and zeros that int_linear.py defines.
+    matrices: [weight] of all experts, or [integers, scales, zeros] as quant_linear.py defines them.
     """
     chosen = [tensor[index] for tensor in matrices]
     return chosen[0] if len(chosen) == 1 else dequantize(*chosen)
 
 
 def experts(x, chosen, w1, w3, w2):
-    """Return w2 (silu(w1 x) * w3 x) of tokens x (T, D) for each of their chosen experts (T, k): (T, k, D).
+    """Return w2 (silu(w1 x) * w3 x) as (T, k, D): for each token of x (T, D), of each of its chosen experts (T, k).
 
-    w1, w3 (E, I, D), w2 (E, D, I): lists as floats() takes them. Each expert's weights are read once.
+    w1, w3 (E, I, D) and w2 (E, D, I) are lists as floats() takes them. The weights of each expert are read once.
     """
     y = x.new_empty(*chosen.shape, x.shape[1])
     for e in chosen.unique().tolist():
@@ -39,10 +39,13 @@ def experts(x, chosen, w1, w3, w2):
 
 
 def experts_on_a_gpu(x, chosen, w1, w3, w2):
-    """Compute what experts() does. grouped_mm waits for the device but for bfloat16 on Hopper and B200 (torch 2.13)."""
+    """Compute what experts() does, by grouped_mm.
+
+    Except for bfloat16 on Hopper and B200, grouped_mm waits for the device (torch 2.13), which a CUDA graph cannot.
+    """
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return every(x, chosen, w1, w3, w2)
-    expert, order = chosen.flatten().sort(stable=True)  # the rows of an expert are neighbours
+    expert, order = chosen.flatten().sort(stable=True)  # an expert's rows become neighbours
     stops = torch.searchsorted(expert, torch.arange(len(w1[0]), device=x.device), right=True).int()  # where each's end
 
     def multiply(rows, matrices):
@@ -54,7 +57,7 @@ def experts_on_a_gpu(x, chosen, w1, w3, w2):
 
 
 def gathered(x, chosen, w1, w3, w2):
-    """Compute what experts() does; compiled, each product is a kernel that reads the chosen weights in place."""
+    """Compute what experts() does. Compiled, each product is a kernel that reads the chosen weights in place."""
 
     def multiply(matrices, x):  # (T, k or 1, in_features) -> (T, k, out_features)
         return (floats(matrices, chosen) * x[..., None, :]).sum(-1)
@@ -64,7 +67,7 @@ def gathered(x, chosen, w1, w3, w2):
 
 
 def every(x, chosen, w1, w3, w2):
-    """Compute what experts() does; every expert computes every token, which a GPU does while it reads the experts."""
+    """Compute what experts() does, but let every expert compute every token, which hides behind reading the experts."""
 
     def multiply(matrices, x):  # (T, in_features) or (E, T, in_features) -> (E, T, out_features)
         return x @ floats(matrices).transpose(1, 2)
@@ -77,27 +80,27 @@ torch.library.impl("ladder::experts", "default", experts)
 torch.library.impl("ladder::experts", "CUDA", experts_on_a_gpu)
 
 
-# ---- The module, and its kernels: (x, chosen, w1, w3, w2) -> y, where w1, w3, w2 are modules -------------------------
+# ---- The module and its kernels (x, chosen, w1, w3, w2) -> y, where w1, w3 and w2 are modules ------------------------
 
 
 def multiply(x, chosen, w1, w3, w2):
-    """Multiply by the matrices of the experts that are chosen, on any device."""
+    """Compute what experts() does, on any device, in the way that suits it."""
     compute = torch.ops.ladder.experts
     if x.is_cuda and torch.compiler.is_compiling() and len(x) <= FEW_TOKENS:
-        # an H100 reads every expert once while it gathers as many, of integers, which become floats, twice as many
-        as_many = len(w1.weight) * (1 if w1.weight.is_floating_point() else 2)
-        compute = gathered if chosen.numel() < as_many else every
+        # an H100 gathers E experts in the time in which it reads all E once, and 2 E of integers, which become floats
+        break_even = len(w1.weight) * (1 if w1.weight.is_floating_point() else 2)
+        compute = gathered if chosen.numel() < break_even else every
     return compute(x, chosen, *(list(w.parameters()) for w in (w1, w3, w2)))
 
 
 def multiply_with_gradient(x, chosen, w1, w3, w2):
-    """Compute what experts() does with a gradient, which the operator has not; it is zero for an expert not chosen."""
+    """Compute what experts() does, with a gradient, which the operator lacks. Experts that are not chosen get zeros."""
     return experts(x, chosen, *([w.weight.unbind()] for w in (w1, w3, w2)))
 
 
 def make_differentiable(model, compiles):
-    """Give the Experts of a model, which is compiled if it `compiles`, a kernel with a gradient."""
-    # what the compiler leaves alone, because which experts compute depends on data
+    """Give the Experts of a model a kernel with a gradient. compiles: whether the model is compiled."""
+    # the compiler cannot trace it, since which experts compute depends on data
     kernel = torch.compiler.disable(multiply_with_gradient) if compiles else multiply_with_gradient
     for module in model.modules():
         if type(module) is Experts:
@@ -105,7 +108,7 @@ def make_differentiable(model, compiles):
 
 
 class ExpertMatrices(nn.Module):
-    """A matrix for each of E experts: weight (E, out_features, in_features)."""
+    """A matrix for each of E experts, as one weight (E, out_features, in_features)."""
 
     def __init__(self, in_features, out_features, n_experts):
         super().__init__()
@@ -121,8 +124,8 @@ class Experts(nn.Module):
         self.w1 = ExpertMatrices(dim, neurons, n_experts)
         self.w3 = ExpertMatrices(dim, neurons, n_experts)
         self.w2 = ExpertMatrices(neurons, dim, n_experts)
-        self.kernel = multiply  # --compile on a CPU, and training, choose another one
+        self.kernel = multiply  # --compile on a CPU and training choose another one
 
     def forward(self, x, chosen):
-        """Return (T, k, D): what each expert that tokens x (T, D) have chosen (T, k) makes of them."""
+        """Return the outputs (T, k, D) of the experts `chosen` (T, k) by the tokens x (T, D)."""
         return self.kernel(x, chosen, self.w1, self.w3, self.w2)

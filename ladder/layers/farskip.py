@@ -1,7 +1,8 @@
-"""FarSkip (arXiv 2511.11505): a ladder between mixtures, whose sublayers miss no shared expert and no dense layer.
+"""FarSkip (arXiv 2511.11505): a ladder between mixtures of experts that misses no shared expert and no dense layer.
 
-Each rank computes all of a shared expert, so its output is there at once. Those of a mixture with routed experts R and
-a shared expert S, where x is the stream, y the stream without the routed experts of the layer before, and dense MLPs M:
+Each rank computes all of a shared expert, so that its output is there at once, without an all-reduce. In the equations,
+x is the stream, y is the stream without the routed experts of the layer before, R are the routed experts of a mixture,
+S is its shared expert, and M is a dense MLP:
 
     a = attention(y)
     mixture:  y' = x + a + S(x),  x' = y' + R(x)
@@ -14,12 +15,12 @@ from model import Wiring, attention_sublayer, mlp_sublayer, residual_loop
 
 
 def attention_apart(x, block, metadata, cache):
-    """Return (partial, None): an attention has no shared expert."""
+    """Return (the partial, None), since an attention has no shared expert."""
     return attention_sublayer(x, block, metadata, cache), None
 
 
 def experts(x, block, metadata, cache):
-    """Return (partial, the shared expert's output, or None where there is no shared expert)."""
+    """Return (the partial of the routed experts or of a dense MLP, the shared expert's output or None)."""
     if hasattr(block.feed_forward, "experts"):
         return block.feed_forward(block.ffn_norm(x), apart=True)
     return mlp_sublayer(x, block, metadata, cache), None
@@ -29,18 +30,18 @@ APART = attention_apart, experts
 
 
 def farskip_loop(x, sublayers, comm, config):
-    """Run a ladder whose sublayers also read the shared experts' outputs of the sums that are in flight.
+    """Run a ladder whose sublayers also read the shared experts' outputs that belong to all-reduces in flight.
 
-    sublayers: those of APART, two a layer. The attention after a dense layer waits for all sums.
+    sublayers: those of APART, two for each layer. The attention after a dense layer waits for all sums.
     """
-    outputs = []  # one for each of these sums
+    outputs = []  # of shared experts or None, one for each all-reduce in flight
     after_dense = [2 * layer + 2 for layer in config.dense_layers]
 
     def with_outputs(h, stale, x):
         del outputs[: max(0, len(outputs) - stale)]
         partial, shared = h(sum((output for output in outputs if output is not None), start=x))
         outputs.append(shared)
-        return partial if shared is None else partial + shared / comm.lanes  # the all-reduce adds up `lanes` of them
+        return partial if shared is None else partial + shared / comm.lanes  # the all-reduce adds it up `lanes` times
 
     stales = [0 if i in after_dense else stale for i, (_, stale) in enumerate(sublayers)]
     ladder = [(functools.partial(with_outputs, h, n), n) for (h, _), n in zip(sublayers, stales, strict=True)]

@@ -1,6 +1,6 @@
 """Linear attention: the gated delta rule (arXiv 2412.06464) of Qwen3-Next, Qwen3.5 and Qwen3.6.
 
-A layer has no keys and values of all tokens, but a state for each head, whose size does not grow with the text.
+Instead of the keys and values of all tokens, each head has a state whose size does not grow with the text.
 
 Shape letters: B batch, S sequence, D dim, K key heads, R value heads that share a key head, X and Y dimensions of a key
 and of a value, C channels of the convolution, W its width, M tokens of a chunk, n chunks.
@@ -12,20 +12,20 @@ import torch.nn.functional as F
 
 from ladder.errors import InputError
 
-SETTINGS = {  # of Config.linear_attention: Hugging Face's keys
+HF_KEYS = {  # {a key of Config.linear_attention: Hugging Face's key}
     "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads", "key_dim": "linear_key_head_dim",
     "value_dim": "linear_value_head_dim", "conv_width": "linear_conv_kernel_dim",
 }  # fmt: skip
-TENSORS = {  # of Hugging Face: ours, some of which are made of two of theirs, in this order
+HF_TENSORS = {  # {Hugging Face's tensor: ours}; some of ours are made of two of theirs, in this order
     "in_proj_qkvz.weight": "wqkvz.weight", "in_proj_qkv.weight": "wqkvz.weight", "in_proj_z.weight": "wqkvz.weight",
     "in_proj_ba.weight": "wba.weight", "in_proj_b.weight": "wba.weight", "in_proj_a.weight": "wba.weight",
     "conv1d.weight": "conv", "norm.weight": "out_norm.weight", "out_proj.weight": "wout.weight",
 }  # fmt: skip
-CHUNK = 64  # tokens whose updates of the state are computed at once: within them the work grows with the square
+DELTA_CHUNK = 64  # tokens whose updates of the state are computed at once; the work grows with its square
 
 
-def step(q, k, v, log_decay, beta, state):
-    """Compute what gated_delta_rule does for one token (S = 1), on a state that is read twice and written once."""
+def delta_step(q, k, v, log_decay, beta, state):
+    """Compute what gated_delta_rule does for one token (S = 1), reading the state twice and writing it once."""
     q, k, v = q.transpose(-1, -2)[:, :, None], k.transpose(-1, -2)[:, :, None], v.squeeze(-2)  # (B, K, 1, X, 1), ...
     decay = log_decay.exp()  # (B, K, R, 1)
     from_k, from_q = (state * k).sum(-2) * decay, (state * q).sum(-2) * decay  # (B, K, R, Y)
@@ -35,31 +35,36 @@ def step(q, k, v, log_decay, beta, state):
 
 
 def gated_delta_rule(q, k, v, log_decay, beta, state):
-    """Return (y (B, K, R, S, Y), the state after the last token). All are float32.
+    """Return (y (B, K, R, S, Y), the state after the last token). All tensors are float32.
 
-    Token by token, with decay = exp(log_decay), and k and q columns: state = decay state + k new^T, where new =
-    beta (v - decay state^T k), then y = state^T q. A chunk at a time this is: all `new` solve one triangular system,
-    because each depends on those before it, and on the state before the chunk. (Section 3.3 of the paper.)
+    For one token, with decay = exp(log_decay) and with k and q as columns:
+
+        new = beta (v - decay state^T k)
+        state = decay state + k new^T
+        y = state^T q
+
+    Here a chunk of tokens is computed at a time. Each `new` depends on the state before the chunk and on the earlier
+    `new` of the chunk, so all of them solve one triangular system (section 3.3 of the paper).
 
     q, k (B, K, S, X). v (B, K, R, S, Y). log_decay, beta (B, K, R, S): a token with zeros leaves the state as it is.
     state (B, K, R, X, Y).
     """
     S = q.shape[2]
     if S == 1:
-        return step(q, k, v, log_decay, beta, state)
-    chunk = min(CHUNK, S)
+        return delta_step(q, k, v, log_decay, beta, state)
+    chunk = min(DELTA_CHUNK, S)
     n = -(-S // chunk)
     q, k, v = (F.pad(x, (0, 0, 0, n * chunk - S)).unflatten(-2, (n, chunk)) for x in (q, k, v))
     log_decay, beta = (F.pad(x, (0, n * chunk - S)).unflatten(-1, (n, chunk)) for x in (log_decay, beta))
-    since = log_decay.cumsum(-1)[..., None]  # (B, K, R, n, M, 1) of the decay since the chunk's start
-    between = (since - since.mT).exp().tril()  # (B, K, R, n, M, M) from token j to token i >= j
+    since = log_decay.cumsum(-1)[..., None]  # (B, K, R, n, M, 1): log of the decay since the chunk's start
+    between = (since - since.mT).exp().tril()  # (B, K, R, n, M, M): the decay from token j to token i >= j
     q, k, beta = q[:, :, None], k[:, :, None], beta[..., None]
     scores = q @ k.mT * between
-    system = beta * (k @ k.mT) * between  # its diagonal counts as 1
-    known = beta * torch.cat((v, k.expand(*v.shape[:-1], -1) * since.exp()), -1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    system = beta * (k @ k.mT) * between  # with ones on its diagonal: unitriangular
+    right = beta * torch.cat((v, k.expand(*v.shape[:-1], -1) * since.exp()), -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     v, from_state = solved.split([v.shape[-1], k.shape[-1]], -1)
-    q, k = q * since.exp(), k * (since[..., -1:, :] - since).exp()  # as the state before and after the chunk sees them
+    q, k = q * since.exp(), k * (since[..., -1:, :] - since).exp()  # relative to the state before and after the chunk
     outputs = []
     for i in range(n):
         new = v[..., i, :, :] - from_state[..., i, :, :] @ state  # (B, K, R, M, Y)
@@ -69,20 +74,21 @@ def gated_delta_rule(q, k, v, log_decay, beta, state):
 
 
 def normalized(x):
+    """Return x (..., X) with rows of length 1."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class GatedDeltaNet(nn.Module):
-    """A layer of linear attention. The rows of its matrices come key head by key head.
+    """A layer of linear attention. The rows of its matrices are grouped by key head.
 
-    wqkvz: of a key head its query, its key, its R values and their R gates. wba: R write strengths and R decays. conv
-    (C, W): for each channel, of the query, key and values, its weights for the last W tokens. So tp.py may hand this
-    module any run of whole key heads: their number is read from the shapes.
+    A key head has these rows: in wqkvz, its query, its key, its R values and their R gates; in wba, R write strengths
+    and R decays; in conv (C, W), the channels of its query, its key and its values, each with weights for the last W
+    tokens. So tp.py may give this module any range of whole key heads; how many they are is read from the shapes.
     """
 
     def __init__(self, config, layer):
         super().__init__()
-        K, V, X, Y, W = (config.linear_attention[name] for name in SETTINGS)
+        K, V, X, Y, W = (config.linear_attention[name] for name in HF_KEYS)
         self.sizes = V // K, X, Y
         self.wqkvz = nn.Linear(config.dim, 2 * K * X + 2 * V * Y, bias=False)
         self.wba = nn.Linear(config.dim, 2 * V, bias=False)
@@ -92,10 +98,10 @@ class GatedDeltaNet(nn.Module):
         self.wout = nn.Linear(V * Y, config.dim, bias=False)
 
     def forward(self, x, metadata, cache):
-        """Return this rank's partial (B, S, D) of x (B, S, D). cache: None, or as new_cache makes it, written to.
+        """Return this rank's partial (B, S, D) of x (B, S, D).
 
-        metadata: an AttentionMetadata. Without a mask the rows start anew, whatever the cache holds. Tokens after
-        `last` are padding, and leave the cache as it is.
+        cache: None, or made by new_cache and written in place. metadata: an AttentionMetadata. Without a mask every row
+        starts anew, whatever the cache holds. Tokens after `last` are padding and do not change the cache.
         """
         (B, S, _), (R, X, Y) = x.shape, self.sizes
         qkv, z = self.wqkvz(x).view(B, S, -1, 2 * X + 2 * R * Y).split([2 * X + R * Y, R * Y], -1)
@@ -109,8 +115,8 @@ class GatedDeltaNet(nn.Module):
             if metadata.last is not None:
                 real = (metadata.positions <= metadata.last)[:, :, None, None]
                 beta, log_decay, end = beta * real, log_decay * real, real.sum(1, keepdim=True)[:, :, 0, 0]
-            kept = end + torch.arange(before.shape[1], device=x.device).expand(B, -1)
-            cache[1].copy_(columns[metadata.rows, kept])
+            last_columns = end + torch.arange(before.shape[1], device=x.device).expand(B, -1)
+            cache[1].copy_(columns[metadata.rows, last_columns])
         weights = self.conv.float()
         mixed = sum(columns[:, i : i + S] * weights[:, i] for i in range(weights.shape[1]))  # (B, S, C) float32
         mixed = F.silu(mixed).view(B, S, -1, 2 * X + R * Y).transpose(1, 2)  # (B, K, S, 2 X + R Y)
@@ -124,64 +130,64 @@ class GatedDeltaNet(nn.Module):
         return self.wout(y.flatten(2))
 
     def new_cache(self, batch, length, device, dtype):
-        """Return (the state (B, K, R, X, Y) float32, the convolution's last columns (B, W - 1, C)), zeroed."""
+        """Return (the state (B, K, R, X, Y) float32, the convolution's last W - 1 inputs (B, W - 1, C)), zeroed."""
         (R, X, Y), (C, W) = self.sizes, self.conv.shape
         state = torch.zeros(batch, C // (2 * X + R * Y), R, X, Y, device=device)
         return state, torch.zeros(batch, W - 1, C, device=device, dtype=dtype)
 
 
 def check(config):
-    """Raise InputError for settings that make no layer."""
-    own = config.linear_attention or {}
-    for name in [*SETTINGS, *own]:
-        if name not in SETTINGS or type(own.get(name)) is not int or not 1 <= own[name] <= 2**16:
-            words = f"it has {', '.join(SETTINGS)}, all whole numbers from 1 to 65536"
-            raise InputError(f"linear_attention: {name} is {own.get(name)!r}, but {words}")
-    if own["value_heads"] % own["key_heads"]:
-        raise InputError(f"value_heads {own['value_heads']} is no multiple of key_heads {own['key_heads']}")
+    """Raise InputError if Config.linear_attention describes no layer."""
+    settings = config.linear_attention or {}
+    for name in [*HF_KEYS, *settings]:
+        if name not in HF_KEYS or type(settings.get(name)) is not int or not 1 <= settings[name] <= 2**16:
+            words = f"it has {', '.join(HF_KEYS)}, all whole numbers from 1 to 65536"
+            raise InputError(f"linear_attention: {name} is {settings.get(name)!r}, but {words}")
+    if settings["value_heads"] % settings["key_heads"]:
+        raise InputError(f"value_heads {settings['value_heads']} is no multiple of key_heads {settings['key_heads']}")
 
 
 def row_ranges(config, first, last):
-    """Return {parameter: (dimension, [(start, stop)])} of key heads `first` to `last`, as tp.shard_plan does."""
-    K, V, X, Y, _ = (config.linear_attention[name] for name in SETTINGS)
+    """Return {parameter: (dimension, [(start, stop)])} of key heads `first` to `last`, in the form of tp.shard_plan."""
+    K, V, X, Y, _ = (config.linear_attention[name] for name in HF_KEYS)
     R = V // K
     rows = {"wqkvz": 2 * X + 2 * R * Y, "wba": 2 * R, "conv": 2 * X + R * Y, "A_log": R, "dt_bias": R, "wout": R * Y}
     return {name: (int(name == "wout"), [(first * n, last * n)]) for name, n in rows.items()}
 
 
 def values_from_hf(hf):
-    """Return the values of Config for a family with linear attention, of the result of huggingface.read_hf."""
+    """Return the fields of Config about linear attention, from the result of huggingface.read_hf."""
     n_layers, types, interval = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("full_attention_interval")
     types = types or ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
     if len(types) != n_layers or not {*types} <= {"full_attention", "linear_attention"}:
         raise InputError(f"layer_types must name full_attention or linear_attention for each of {n_layers} layers")
     return {
         "linear_layers": tuple(i for i in range(n_layers) if types[i] == "linear_attention"),
-        "linear_attention": {name: hf[key] for name, key in SETTINGS.items()},
+        "linear_attention": {name: hf[key] for name, key in HF_KEYS.items()},
     }
 
 
 class LinearWeights:
-    """The tensors of a source with names() and read(name): those of linear attention under our names, in our order.
+    """The tensors of a source with names() and read(name), with linear attention under our names and in our order.
 
-    Qwen3-Next's are in it already, but for the convolution. Qwen3.5 has all queries, then all keys, then all values,
-    and apart from them gates, strengths and decays.
+    Qwen3-Next's tensors are in this order already, except the convolution's. Qwen3.5 has all queries, then all keys,
+    then all values, and separate tensors for gates, strengths and decays.
     """
 
     def __init__(self, source, config):
-        self.source, self.places = source, {}  # our name: theirs
-        K, V, X, Y, _ = (config.linear_attention[name] for name in SETTINGS)
+        self.source, self.places = source, {}  # {our name: [theirs]}
+        K, V, X, Y, _ = (config.linear_attention[name] for name in HF_KEYS)
         self.key_heads, self.rows = K, [K * X, K * X, V * Y]
         for name in source.names():
             layer, linear, tensor = name.partition("linear_attn.")
-            place = f"{layer}self_attn.{TENSORS.get(tensor, tensor)}" if linear else name
+            place = f"{layer}self_attn.{HF_TENSORS.get(tensor, tensor)}" if linear else name
             self.places.setdefault(place, []).append(name)
 
     def names(self):
         return list(self.places)
 
     def read(self, name):
-        theirs = [n for tensor in TENSORS for n in self.places[name] if n.endswith(f"linear_attn.{tensor}")]
+        theirs = [n for tensor in HF_TENSORS for n in self.places[name] if n.endswith(f"linear_attn.{tensor}")]
         first, *rest = map(self.source.read, theirs or self.places[name])
         if not rest and not name.endswith(".conv"):
             return first

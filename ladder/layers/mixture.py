@@ -1,4 +1,4 @@
-"""The MLP of a mixture of experts: a router, the experts, perhaps a shared one that every token takes.
+"""The MLP of a mixture of experts: a router, the experts, and perhaps a shared expert that every token takes.
 
 Shape letters: B batch, S sequence, D dim, E experts, k experts of a token.
 """
@@ -12,10 +12,10 @@ from model import FeedForward
 
 
 class MoE(nn.Module):
-    """A mixture of experts: each token takes k of E MLPs, which a router chooses, and a shared one if there is one.
+    """A mixture of experts: a router chooses k of E MLPs for each token; a shared expert, if any, takes every token.
 
-    Each rank holds a part of the neurons of every expert. The router, on every rank, gets the same x and so chooses the
-    same experts, since a collective returns the same bits on all ranks.
+    Each rank holds some of the neurons of every expert. All ranks have the whole router and, since a collective returns
+    the same bits on all of them, the same x, so they choose the same experts.
     """
 
     def __init__(self, config):
@@ -28,7 +28,7 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, x, apart=False):
-        """Return the partial (B, S, D) of x (B, S, D); if apart, (the chosen experts', the shared one's or None)."""
+        """Return the partial (B, S, D) of x (B, S, D); if apart, (chosen experts', shared one's or None)."""
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
         if self.renormalize:
@@ -44,7 +44,7 @@ class MoE(nn.Module):
 
 
 def check(config):
-    """Raise InputError for settings that make no mixture."""
+    """Raise InputError if the fields of a Config make no mixture of experts."""
     c, wiring = config, config.named_wiring
     if not c.expert_size:
         raise InputError("a model with n_experts needs an expert_size")
@@ -65,13 +65,13 @@ def check(config):
 
 
 def mlps(config):
-    """Return {prefix of their matrices' names: neurons} of the MLPs that ranks share out."""
+    """Return {prefix of their matrices' names: neurons} of the MLPs that are sharded."""
     sizes = {"": config.intermediate_size if config.dense_layers else 0, "experts.": config.expert_size}
-    if config.named_wiring.block_sublayers != APART:  # where each rank has the shared expert whole
+    if config.named_wiring.block_sublayers != APART:  # else each rank has all of the shared expert
         sizes["shared_expert."] = config.shared_expert_size
     return {prefix: neurons for prefix, neurons in sizes.items() if neurons}
 
 
 def chosen_share(config, tokens):
-    """Return the share of a layer's experts that so many tokens read, if each chooses evenly and by itself."""
+    """Return the expected share of a layer's experts that these tokens read, if each chooses evenly by itself."""
     return 1 - (1 - config.experts_per_token / config.n_experts) ** tokens

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 class OffsetNorm(nn.RMSNorm):
-    """An RMSNorm times 1 + weight, which is not rounded to the weight's dtype (Gemma's)."""
+    """Gemma's RMSNorm, which multiplies by 1 + weight in float32, before it rounds to the dtype of x."""
 
     def forward(self, x):
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)

@@ -1,34 +1,35 @@
-"""Rotary embeddings of a context that was extended: Config.rope_scaling."""
+"""Rotary embeddings for a context that was extended after training: Config.rope_scaling."""
 
 import math
 import reprlib
 
 import torch
 
-ORIGINAL = "original_max_position_embeddings"  # the context before it was extended
-ROPE_KEYS = {  # by Hugging Face's name
+ORIGINAL_CONTEXT = "original_max_position_embeddings"  # the context before it was extended, in tokens
+ROPE_KEYS = {  # {Hugging Face's rope_type: its keys}
     "linear": ["factor"],
-    "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL],
-    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL],
-    "longrope": ["short_factor", "long_factor", "attention_factor", ORIGINAL],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL_CONTEXT],
+    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL_CONTEXT],
+    "longrope": ["short_factor", "long_factor", "attention_factor", ORIGINAL_CONTEXT],
 }
 
 
 def scaled(frequencies, config):
-    """Return frequencies (2, R/2), scaled: of longrope, the second row is that of texts beyond the original context.
+    """Return scaled frequencies (2, R/2). With longrope, the second row is for texts beyond the original context.
 
-    Linear scaling stretches every wavelength by `factor`. Llama 3.1 leaves those alone that are short against the
-    original context and blends a band in between; so does YaRN (arXiv 2309.00071), over whole pairs of dimensions.
+    Linear scaling makes every wavelength `factor` times longer. Llama 3.1 keeps wavelengths that are short against the
+    original context, and blends over a band between short and long ones. YaRN (arXiv 2309.00071) does the same, but its
+    band is counted in pairs of dimensions.
     """
     s, R = config.rope_scaling, 2 * frequencies.shape[-1]
     keep = torch.zeros(1, device="cpu")  # the share of each frequency that is not stretched
     if "long_factor" in s:
         return frequencies / torch.tensor([s["short_factor"], s["long_factor"]], device="cpu")
     if "low_freq_factor" in s:
-        turns = s[ORIGINAL] * frequencies / (2 * math.pi)  # within the original context
+        turns = s[ORIGINAL_CONTEXT] * frequencies / (2 * math.pi)  # of each pair within the original context
         keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
     elif "beta_fast" in s:
-        turns = s[ORIGINAL] / (2 * math.pi)  # of the first pair
+        turns = s[ORIGINAL_CONTEXT] / (2 * math.pi)  # of the first pair
         first, last = (math.log(turns / s[beta], config.rope_theta) for beta in ("beta_fast", "beta_slow"))
         first, last = max(math.floor(first * R / 2), 0), min(math.ceil(last * R / 2), R - 1)
         keep = 1 - (torch.arange(R // 2, device="cpu") - first) / ((last - first) or 0.001)

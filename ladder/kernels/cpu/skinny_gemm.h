@@ -190,7 +190,7 @@ void block(const uint16_t* w, const uint16_t* x, Number* y, int64_t rows, int64_
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// W in integers: 8 bits and a scale per row, or 4 bits with a scale and a zero per group of columns (int_linear.py)
+// W in integers: 8 bits and a scale per row, or 4 bits with a scale and a zero per group of columns (quant_linear.py)
 //
 // W comes in panels of 16 rows, as skinny_gemm.py packs them: 64 bytes have 4 for each row, with four columns of it; in 4
 // bits eight, the later four in the upper halves. A group begins with 64 bytes of the rows' 16 scales and 16 zeros. So no

@@ -1,4 +1,7 @@
-"""Matrix products of few rows on a CPU, by skinny_gemm.cpp: the operators, the layout of their integers, the kernel."""
+"""Skinny GEMMs, matrix products with few rows of x, on a CPU: the operators of skinny_gemm.cpp and their integers.
+
+Decoding reads each weight once for a few rows, which libraries made for large matrices do not do fast.
+"""
 
 import math
 from pathlib import Path
@@ -10,23 +13,23 @@ import torch.nn.functional as F
 from ladder.kernels import compilers
 from ladder.kernels.cpp import load_operators
 from ladder.kernels.huge_pages import empty_in_huge_pages
-from ladder.kernels.int_linear import add_bias, unpack
+from ladder.kernels.quant_linear import add_bias, unpack
 
-# up to so many rows of x skinny_gemm.cpp is faster (benchmarks/decode.md); without oneDNN's bfloat16 it always is
-ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" or (compilers.ON_ARM and "bf16" in compilers.features())
-FEW = 2**30 if not ONEDNN else 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
-FEW_INT = 96 if ONEDNN else 2**30  # than multiplying with floats made from the integers
-PANELS = 64  # panels of 16 rows that are packed at a time, so that temporaries take a few MB
+# Up to so many rows of x skinny_gemm.cpp is faster (benchmarks/decode.md): than oneDNN and, for integers, than floats
+# made of them. Where oneDNN has no bfloat16, it always is.
+_ARM_BF16 = compilers.ON_ARM and "bf16" in compilers.features()
+HAS_ONEDNN_BF16 = torch.backends.cpu.get_cpu_capability() == "AVX512" or _ARM_BF16
+SKINNY_ROWS = 2**30 if not HAS_ONEDNN_BF16 else 7 if torch.cpu._is_amx_tile_supported() else 24
+SKINNY_INT_ROWS = 96 if HAS_ONEDNN_BF16 else 2**30
+PANELS_AT_ONCE = 64  # panels of 16 rows that are packed at a time, so that temporaries take a few MB
 
 
 def build():
-    """Load the operators of skinny_gemm.cpp. Raises InputError."""
+    """Load the operators of skinny_gemm.cpp, compiled if need be. Raises InputError if they cannot be compiled."""
     if hasattr(torch.ops.ladder, "skinny_gemm"):
         return
-    asked = (
-        compilers.instruction_set() == "avx2" and "avx512bw" in compilers.features()
-    )  # which -march=native would use
-    options = "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", *["-march=haswell"] * asked
+    avx2_only = compilers.instruction_set() == "avx2" and "avx512bw" in compilers.features()  # -march=native uses both
+    options = "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", *["-march=haswell"] * avx2_only
     load_operators(Path(__file__).with_name("skinny_gemm.cpp"), "--compile", *options)
     torch.library.register_fake("ladder::skinny_gemm", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::skinny_gemm_int", "ladder::many_rows_int"):
@@ -39,7 +42,7 @@ def build():
 
 
 class SkinnyLinear(nn.Module):
-    """An nn.Linear's weight and bias; few rows are multiplied by skinny_gemm.cpp."""
+    """An nn.Linear that multiplies up to SKINNY_ROWS rows by skinny_gemm.cpp."""
 
     def __init__(self, linear):
         super().__init__()
@@ -47,45 +50,46 @@ class SkinnyLinear(nn.Module):
         self.out_features, self.in_features = linear.out_features, linear.in_features
 
     def forward(self, x):
-        if x.numel() > FEW * x.shape[-1]:
+        if x.numel() > SKINNY_ROWS * x.shape[-1]:
             return F.linear(x, self.weight, self.bias)
         return add_bias(torch.ops.ladder.skinny_gemm(x, self.weight), self)
 
 
-# ---- The kernel of int_linear.QuantLinear ----------------------------------------------------------------------------
+# ---- The kernel of quant_linear.QuantLinear --------------------------------------------------------------------------
 
 
 def packed_shape(weight, scales, zeros):
-    """Return the shape (P, G, 1 + V, 64) of pack()'s result, for the matrices of experts (E, P, G, 1 + V, 64)."""
+    """Return the shape of pack()'s result: (P, G, 1 + V, 64), and for the matrices of experts (E, P, G, 1 + V, 64)."""
     (*E, N, columns), G = weight.shape, scales.shape[-1]
     return *E, -(-N // 16), G, 1 + (-(-columns // 8) * 2 if zeros is None else columns // G // 4), 64
 
 
 @torch.no_grad()
 def pack(weight, scales, zeros, out=None):
-    """Return int_linear.py's integers in skinny_gemm.cpp's layout: (P, G, 1 + V, 64) uint8, the last panel padded.
+    """Return integers of quant_linear.py in skinny_gemm.cpp's layout: (P, G, 1 + V, 64) uint8, the last panel padded.
 
-    A panel is 16 rows. It stores each group of columns as one vector of the rows' scales and zeros (bfloat16), and V
-    vectors of four bytes from every row. int8: the next four columns, q + 128; the columns are padded to a multiple of
-    8. int4: the next eight columns, the later four in the upper halves. out: the bytes to write to, or None.
+    A panel is 16 rows. It stores each group of columns as one vector of the rows' scales and zeros (bfloat16), followed
+    by V vectors with four bytes from every row. With int8 these are the next four columns, q + 128, and the columns
+    are padded to a multiple of 8. With int4 they are the next eight columns, the later four in the upper halves.
+    out: the bytes to write to; None: new ones.
     """
     if weight.dim() == 3:
         out = out.view(packed_shape(weight, scales, zeros))
-        for e, one in enumerate(out):
-            pack(weight[e], scales[e], None if zeros is None else zeros[e], one)
+        for e, expert_out in enumerate(out):
+            pack(weight[e], scales[e], None if zeros is None else zeros[e], expert_out)
         return out
     (N, columns), (P, G, vectors, _) = weight.shape, packed_shape(weight, scales, zeros)
     packed = empty_in_huge_pages((P, G, vectors, 64), torch.uint8) if out is None else out.view(P, G, vectors, 64)
     by_row = packed.unflatten(-1, (16, 4))
-    for i in range(0, P, PANELS):
-        q = weight[16 * i : 16 * (i + PANELS)]
+    for i in range(0, P, PANELS_AT_ONCE):
+        q = weight[16 * i : 16 * (i + PANELS_AT_ONCE)]
         q = F.pad(q, (0, -columns % 8 if zeros is None else 0, 0, -len(q) % 16))
         if zeros is None:
             q = q.view(torch.uint8) ^ 128
         else:
             low, high = unpack(q).unflatten(-1, (-1, 2, 4)).unbind(-2)
             q = low | high << 4
-        by_row[i : i + PANELS, :, 1:] = q.view(-1, 16, G, vectors - 1, 4).permute(0, 2, 3, 1, 4)
+        by_row[i : i + PANELS_AT_ONCE, :, 1:] = q.view(-1, 16, G, vectors - 1, 4).permute(0, 2, 3, 1, 4)
     pairs = torch.stack((scales, torch.zeros_like(scales) if zeros is None else zeros))  # (2, N, G)
     pairs = F.pad(pairs, (0, 0, 0, -N % 16)).unflatten(1, (P, 16)).permute(1, 3, 0, 2)  # (P, G, 2, 16)
     packed.view(torch.bfloat16)[:, :, 0] = pairs.flatten(2)
@@ -93,21 +97,21 @@ def pack(weight, scales, zeros, out=None):
 
 
 def multiply(x, linear):
-    """Multiply few rows by the integers, many by floats made of pieces of them."""
-    few = x.numel() <= FEW_INT * x.shape[-1]
+    """Multiply up to SKINNY_INT_ROWS rows by the integers, more by floats that are made of them piece by piece."""
+    few = x.numel() <= SKINNY_INT_ROWS * x.shape[-1]
     operator = torch.ops.ladder.skinny_gemm_int if few else torch.ops.ladder.many_rows_int
     return add_bias(operator(x, linear.weight, linear.out_features, linear.in_features, linear.bits), linear)
 
 
 def use_integers(linears):
-    """Pack QuantLinears that are not yet packed; for those of experts there is modules.multiply_experts."""
+    """Pack QuantLinears that are not yet packed. Those of experts are multiplied by decode_modules.multiply_experts."""
 
-    def fits(linear):  # skinny_gemm.cpp knows these group sizes
+    def fits(linear):  # skinny_gemm.cpp is made for these group sizes
         return linear.bits == 8 or linear.in_features // linear.scales.shape[-1] in (8, 16, 32, 64, 128)
 
     linears = [linear for linear in linears if linear.kernel is not multiply and fits(linear)]
     sizes = [math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in linears]
-    # in one allocation: alone, the end of each matrix, which fills no huge page, would lie in small pages
+    # One allocation for all: else the end of each matrix, which does not fill a huge page, would lie in small pages.
     memory = empty_in_huge_pages((sum(sizes),), torch.uint8).split(sizes)
     for linear, out in zip(linears, memory, strict=True):
         packed = pack(linear.weight, linear.scales, linear.zeros, out)

@@ -1,6 +1,6 @@
-"""Triton kernels for GPUs: few rows times an int8 matrix, which is read once, as bytes.
+"""Triton kernels for GPUs that multiply few rows by an int8 matrix, which they read once, as bytes.
 
-Import it only where it is called: PyTorch for CPUs comes without Triton.
+Import this module only where it is called, since PyTorch for CPUs comes without Triton.
 
 Shape letters: M rows of x, N rows and K columns of W, S splits of the sum over K.
 """
@@ -56,7 +56,7 @@ def _partial_sums(x, w, splits, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 def multiply(x, weight, scales):
     """Return (x W^T) * scales (..., N) for x (..., K) of at most 16 rows, weight (N, K) int8 and scales (N,).
 
-    Splits are added outside of the kernel, where the compiler fuses this with what comes next.
+    The splits are added outside of the kernel, where the compiler fuses the addition with what comes next.
     """
     (N, K), M = weight.shape, x.numel() // x.shape[-1]
     if M == 1:

@@ -1,23 +1,25 @@
-"""How a GPU multiplies by the integers of a QuantLinear. Shape letters: ladder/kernels/int_linear.py."""
+"""The kernels of QuantLinear on a GPU. Shape letters: ladder/kernels/quant_linear.py."""
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ladder.kernels.int_linear import add_bias, unpack
+from ladder.kernels.quant_linear import add_bias, unpack
 
-FEW = 16  # rows of x, at most, that int8_rows.py multiplies
-MANY = 256  # rows of x: for a layer of the 8b, an H100 makes int4 floats in 4 ms; PyTorch's kernel: 0.26 for 16 rows
+TRITON_INT8_ROWS = 16  # up to so many rows of x are multiplied by int8_rows.py
+# From so many rows of x on, int4 is turned into floats: for a layer of the 8b that takes an H100 4 ms, while PyTorch's
+# kernel takes 0.26 ms for each 16 rows.
+INT4_FLOAT_ROWS = 256
 
 
 def multiply_int8(x, linear):
-    """Multiply few rows, compiled, with the kernels of int8_rows.py.
+    """Multiply by the kernels of int8_rows.py if there are few rows and the model is compiled, else by floats.
 
     PyTorch's own kernel (torch 2.13) computes each output in one thread, byte by byte. Without the compiler, launching
-    int8_rows.py's takes four times as long as multiplying floats.
+    those of int8_rows.py takes four times as long as multiplying floats.
     """
     scales = linear.scales[:, 0]
-    if torch.compiler.is_compiling() and x.numel() <= FEW * linear.in_features:
+    if torch.compiler.is_compiling() and x.numel() <= TRITON_INT8_ROWS * linear.in_features:
         from ladder.kernels.gpu import int8_rows  # late: PyTorch for CPUs has no Triton
 
         y = int8_rows.multiply(x, linear.weight, scales)
@@ -37,15 +39,15 @@ def use_int8(linears):
 
 @torch.no_grad()
 def use_int4(linears):
-    """Pack QuantLinears where the shape fits: weight (N / 8, K / 128, 32, 4) int32, scales (G, N, 2).
+    """Pack the QuantLinears whose shape fits: weight (N / 8, K / 128, 32, 4) int32, scales (G, N, 2).
 
-    `permutation` undoes the layout within a tile of 8 x 128. It is found by packing the numbers 0 to 1023, as three
+    `permutation` undoes the layout within a tile of 8 x 128. To find it, the numbers 0 to 1023 are packed as three
     digits in base 16.
     """
     for linear in linears:
         N, K = linear.out_features, linear.in_features
-        is_fit = N > 0 and K % 128 == N % 8 == 0 and K // linear.scales.shape[-1] >= 32
-        if not is_fit or linear.weight.dim() == 3:  # experts multiply in other ways
+        fits = N > 0 and K % 128 == N % 8 == 0 and K // linear.scales.shape[-1] >= 32
+        if not fits or linear.weight.dim() == 3:  # experts have kernels of their own
             continue
         pairs = torch.stack((linear.scales, linear.zeros + 8 * linear.scales), dim=-1)  # W = (q - 8) scale + middle
         n = torch.arange(8 * 128, device=linear.weight.device).view(8, 128)
@@ -58,9 +60,9 @@ def use_int4(linears):
 
 
 def multiply_int4(x, linear):
-    """Multiply with PyTorch's kernel, which reads all weights for each 16 rows; MANY rows by floats."""
+    """Multiply by PyTorch's kernel, which reads all weights for each 16 rows; INT4_FLOAT_ROWS or more by floats."""
     K = linear.in_features
-    if x.numel() >= MANY * K:
+    if x.numel() >= INT4_FLOAT_ROWS * K:
         return F.linear(x, unpacked(linear), linear.bias)
     y = torch._weight_int4pack_mm(x.reshape(-1, K), linear.weight, K // len(linear.scales), linear.scales)
     return add_bias(y.view(*x.shape[:-1], -1), linear)
@@ -76,7 +78,7 @@ def unpacked(linear):
 
 
 def pack(weight):
-    """Return int4 (N, K / 2) in the layout of PyTorch's kernel, which takes the even column in the upper half."""
+    """Return int4 (N, K / 2) in the layout of PyTorch's kernel, which wants the even column in the upper half."""
     return torch._convert_weight_to_int4pack(weight << 4 | weight >> 4, 8)
 
 

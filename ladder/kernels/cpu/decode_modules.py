@@ -1,4 +1,4 @@
-"""What skinny_gemm.cpp computes of a model's decode step on a CPU. Shape letters: model.py."""
+"""The parts of a decode step that skinny_gemm.cpp computes on a CPU. Shape letters: model.py."""
 
 import sys
 
@@ -8,52 +8,52 @@ import torch.nn.functional as F
 
 from ladder.kernels import compilers
 from ladder.kernels.cpu import skinny_gemm
-from ladder.kernels.int_linear import swap
-from ladder.kernels.table import use_kernels
+from ladder.kernels.quant_kernels import use_kernels
+from ladder.kernels.quant_linear import swap
 from ladder.ranks.world import rank_and_size
 from model import Attention, FeedForward, attend
 
-FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
+FEW_POSITIONS = 16  # of a row in a pass; with more, as in a prefill, PyTorch's attention is faster
 
 
 def decode_attend(q, k, v, mask, positions, window, score_cap):
-    """Compute what model.attend does, without a score_cap."""
+    """Compute what model.attend does, for up to FEW_POSITIONS positions and no score_cap by skinny_gemm.cpp."""
     if q.shape[3] > FEW_POSITIONS:
         return attend(q, k, v, mask, positions, window, score_cap)
-    q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache, views into wqkv's output
+    q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache they are views of wqkv's output
     y = torch.ops.ladder.decode_attention(q, k, v, positions, window or k.shape[2])  # (B, K, S, G, H)
     return y.transpose(2, 3).flatten(2, 3)
 
 
 def multiply_experts(x, chosen, w1, w3, w2):
-    """Compute what layers/experts.py does; skinny_gemm.cpp reads the weights of those that are chosen, once.
+    """Compute what layers/experts.py does. skinny_gemm.cpp reads the weights of each chosen expert once.
 
-    w1, w3, w2: in bfloat16, or packed QuantLinears.
+    w1, w3, w2: ExpertMatrices in bfloat16, or packed QuantLinears.
     """
     weights, bits = [w.weight for w in (w1, w3, w2)], [getattr(w, "bits", 16) for w in (w1, w3, w2)]
-    if bits == [16] * 3 and chosen.numel() > skinny_gemm.FEW * len(w1.weight):
+    if bits == [16] * 3 and chosen.numel() > skinny_gemm.SKINNY_ROWS * len(w1.weight):
         return torch.ops.ladder.experts(x, chosen, *([weight] for weight in weights))
     return torch.ops.ladder.skinny_gemm_experts(x, chosen, *weights, w2.in_features, x.shape[1], bits)
 
 
 class SkinnyFeedForward(nn.Module):
-    """The packed QuantLinears of a FeedForward: few rows take one call, so no time passes between the products."""
+    """A FeedForward of packed QuantLinears. Few rows take one call, so that no time is lost between its products."""
 
     def __init__(self, feed_forward):
         super().__init__()
         self.w1, self.w3, self.w2 = feed_forward.w1, feed_forward.w3, feed_forward.w2
 
     def forward(self, x):
-        if x.numel() > skinny_gemm.FEW_INT * x.shape[-1]:
+        if x.numel() > skinny_gemm.SKINNY_INT_ROWS * x.shape[-1]:
             return self.w2(F.silu(self.w1(x)) * self.w3(x))
         weights = self.w1.weight, self.w3.weight, self.w2.weight
         return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
 
 
 def use_skinny_gemm(model):
-    """Let a model in bfloat16 use skinny_gemm.cpp, if that knows this processor; else rank 0 prints that it does not.
+    """Let a model in bfloat16 use skinny_gemm.cpp. On a processor that it does not support, rank 0 prints that.
 
-    Raises InputError when it cannot be compiled.
+    Raises InputError if it cannot be compiled.
     """
     if model.dtype != torch.bfloat16:
         return

@@ -2,14 +2,14 @@
 
 import torch
 
-from ladder.kernels import int_linear
+from ladder.kernels import quant_linear
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.gpu import integers
-from ladder.kernels.int_linear import QuantLinear
+from ladder.kernels.quant_linear import QuantLinear
 
 # {(Config.quant, set): function that gives a kernel to those of a list of QuantLinears that fit, and packs them for it}
 KERNELS = {
-    ("int8", "cpu"): int_linear.use_int8,  # eager
+    ("int8", "cpu"): quant_linear.use_int8,  # eager
     ("int8", "skinny_gemm"): skinny_gemm.use_integers,  # what --compile takes on a CPU
     ("int4", "skinny_gemm"): skinny_gemm.use_integers,
     ("int8", "cuda"): integers.use_int8,

@@ -1,4 +1,4 @@
-"""Reads what Hugging Face's configs say of experts, and their tensors, which families name and store in many ways."""
+"""Experts in Hugging Face folders: their keys in config.json, and tensors that families name and store in many ways."""
 
 import re
 
@@ -6,23 +6,24 @@ import torch
 
 from ladder.errors import InputError
 
-QWEN = {  # parts of names in Mixtral's and GraniteMoE's files: the same parts in Qwen's
+QWEN_NAMES = {  # {a part of a tensor's name in Mixtral's and GraniteMoE's files: the same part in Qwen's}
     "block_sparse_moe.": "mlp.", "router.layer.": "gate.", "input_linear.": "experts.gate_up_proj.",
     "output_linear.": "experts.down_proj.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj.",
 }  # fmt: skip
 
 
 class ExpertWeights:
-    """The tensors of a source with names() and read(name), under Qwen's names, those of a layer's experts stacked.
+    """The tensors of a source with names() and read(name), under Qwen's names; the experts of a layer are stacked.
 
-    mlp.experts.gate_proj and up_proj are (E, I, D), or a fused gate_up_proj is (E, 2 I, D); down_proj is (E, D, I).
+    Then mlp.experts.gate_proj and up_proj are (E, I, D), or a fused gate_up_proj (E, 2 I, D); down_proj is (E, D, I).
+    Raises InputError if an expert is missing.
     """
 
     def __init__(self, source):
         self.source, self.places = source, {}  # name: [(expert or 0, the source's name)]
         for name in source.names():
             new = re.sub(r"experts\.\w+_proj$", r"\g<0>.weight", name)
-            for theirs, qwen in QWEN.items():
+            for theirs, qwen in QWEN_NAMES.items():
                 new = new.replace(theirs, qwen) if "block_sparse_moe" in name else new
             one = re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+\.weight)", new)
             place, expert = (one[1] + one[3], int(one[2])) if one else (new, 0)
@@ -42,7 +43,7 @@ class ExpertWeights:
 
 
 def values_from_hf(hf, n_experts):
-    """Return the values of Config about so many experts, of the result of huggingface.read_hf."""
+    """Return the fields of Config about n_experts experts, from the result of huggingface.read_hf."""
     layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers")
     return {
         "n_experts": n_experts, "experts_per_token": hf["num_experts_per_tok"],

@@ -1,4 +1,6 @@
-"""QuantLinear, a linear whose weights are integers of 8 or 4 bits, with its plainest kernels; table.py has all.
+"""QuantLinear, a linear whose weights are integers of 8 or 4 bits, with its plainest kernels.
+
+quant_kernels.py lists all kernels.
 
 W[n, k] = scales[n, g] q[n, k] + zeros[n, g], where q are the integers and g is the group of column k.
 
@@ -14,8 +16,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-PIECE = 2**19  # elements of W that become floats at a time, so that they are multiplied while they are in the cache
-FEW = 16  # rows of x, at most, that PyTorch's int8 kernel multiplies
+DEQUANTIZED_AT_ONCE = 2**19  # elements of W that become floats at a time: they are still in the cache when multiplied
+INT8_KERNEL_ROWS = 16  # up to so many rows of x PyTorch's int8 kernel for CPUs is used
 
 
 def dequantize(weight, scales, zeros=None):
@@ -32,11 +34,11 @@ def unpack(weight):
 
 
 class QuantLinear(nn.Module):
-    """x (..., K) -> x W^T + bias (..., N), computed by a kernel.
+    """x (..., K) -> x W^T + bias (..., N), computed by `kernel`.
 
-    weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G): as the checkpoint stores them, until
-    table.use_kernels packs them for a kernel. The matrices of E experts have E in front of these shapes, and are not
-    called: the kernel of the experts reads them.
+    weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G) are as the checkpoint stores them, until
+    quant_kernels.use_kernels packs them for another kernel. If it holds the matrices of E experts, these shapes begin
+    with E; then it is not called, but read by the kernel of the experts.
     """
 
     def __init__(self, shape, quant, group_size, bias=False):
@@ -49,10 +51,10 @@ class QuantLinear(nn.Module):
         self.scales = nn.Parameter(groups, requires_grad=False)
         self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if self.bits == 4 else None
         self.bias = nn.Parameter(torch.empty(rows[-1]), requires_grad=False) if bias else None
-        self.kernel = multiply_floats  # (x, this QuantLinear) -> y; table.use_kernels chooses another one
+        self.kernel = multiply_floats  # (x, this QuantLinear) -> y; quant_kernels.use_kernels chooses another one
 
     def rows(self, index):
-        """Return rows of the matrix, which is not packed, as floats."""
+        """Return the rows of W at `index` as floats; W must not be packed."""
         zeros = None if self.zeros is None else self.zeros[index]
         return dequantize(self.weight[index], self.scales[index], zeros)
 
@@ -61,7 +63,7 @@ class QuantLinear(nn.Module):
 
 
 class QuantEmbedding(QuantLinear):
-    """Token ids (...) -> their rows (..., K) of W."""
+    """Token ids (...) -> their rows of W (..., K)."""
 
     def forward(self, tokens):
         return self.rows(tokens)
@@ -75,18 +77,18 @@ def add_bias(y, linear):
 
 
 def multiply_floats(x, linear):
-    """Multiply by floats that are made of the integers, on any device and in any dtype."""
+    """Turn the integers into floats and multiply by those, on any device and in any dtype."""
     N, K = max(1, linear.out_features), linear.in_features  # a rank may have no rows of the output head
-    # compiled, it is one loop anyway; on a GPU each piece would be two more launches
-    step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, PIECE // K)
+    # the compiler makes one loop of it anyway; on a GPU each piece would take two more launches
+    step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, DEQUANTIZED_AT_ONCE // K)
     y = torch.cat([F.linear(x, linear.rows(slice(i, i + step))) for i in range(0, N, step)], dim=-1)
     return add_bias(y, linear)
 
 
 def multiply_int8(x, linear):
-    """Multiply few rows with PyTorch's kernel for CPUs."""
+    """Multiply up to INT8_KERNEL_ROWS rows with PyTorch's kernel for CPUs, more by floats."""
     K = linear.in_features
-    if x.numel() > FEW * K:
+    if x.numel() > INT8_KERNEL_ROWS * K:
         return multiply_floats(x, linear)
     y = torch._weight_int8pack_mm(x.reshape(-1, K), linear.weight, linear.scales[:, 0])
     return add_bias(y.view(*x.shape[:-1], -1).type_as(x), linear)
@@ -98,11 +100,11 @@ def use_int8(linears):
             linear.kernel = multiply_int8
 
 
-# ---- Making them -----------------------------------------------------------------------------------------------------
+# ---- Quantizing a model ----------------------------------------------------------------------------------------------
 
 
 def swap(model, make):
-    """Replace every submodule by make(name, submodule), where name is its last one. None leaves it as it is."""
+    """Replace each submodule by make(name, submodule), or keep it if that is None. name: e.g. "wo"."""
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if (new := make(name, module)) is not None:
@@ -110,9 +112,10 @@ def swap(model, make):
 
 
 def replace_matrices(model):
-    """Replace the linears and embeddings of a Transformer by integer ones, except those that its config keeps.
+    """Replace the linears and embeddings of a Transformer by integer ones, except config.not_quantized.
 
-    What chooses experts, or how fast linear attention forgets, stays exact: it is small, and its errors are not.
+    Matrices that choose experts, or that say how fast linear attention forgets, are never quantized: they are small,
+    but their errors would not be.
     """
     config = model.config
 
@@ -128,10 +131,10 @@ def replace_matrices(model):
 
 
 def regroup(numbers, start, stop, size):
-    """Return int4 scales or zeros for columns start to stop, given those (..., G) of all groups that contain them.
+    """Return the int4 scales or zeros of columns start to stop, given those of all groups that contain them (..., G).
 
-    size: columns of such a group. If start or stop lies inside a group, all groups become smaller: the largest size
-    that divides both. Example: groups of 64 cut at column 96 become groups of 32.
+    size: columns of such a group. If start or stop lies inside a group, all groups become smaller, so that both are
+    multiples of the new size. Example: groups of 64 that are cut at column 96 become groups of 32.
     """
     smaller = math.gcd(size, start, stop)
     first = start % size // smaller
