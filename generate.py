@@ -10,10 +10,17 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 #     load_model                this rank's shard of the weights, and the collectives that sum over the ranks
 #     Generation.__iter__       a batch of prompts, until each row has ended
 #       Runner.prefill          runs the prompts through the model, chunk by chunk, and fills the cache
-#       Runner.step             on a CPU: decode (the model reads one token of each row), then sample, then read the ids
-#       AsyncScheduler          on a GPU: the same, but the next step starts before the ids of this one are read; with
-#                               --compile a step is one replay of a CUDA graph
-#         sample(logits, comm)  greedy: each rank's largest logit and its id are gathered; the largest of all wins
+#       a step, made by one of:
+#         Runner.step           on a CPU: decode (the model reads one token of each row), sample, and read the ids
+#         AsyncScheduler        on a GPU: the same, but the next step starts before the ids of this one are read. With
+#                               --compile a step, the choice of its ids included, is one replay of a CUDA graph
+#         a draft               several tokens of a row at once: one pass verifies what a smaller model has proposed
+#
+# How a token is chosen (Sampler, ladder/decoding/batch.py). Greedy: each rank finds the largest logit of its part of
+# the vocabulary; (logit, id) of all ranks are gathered, and of equal logits the smallest id wins. Sampled: each block
+# of 16 ids takes part in a race, which it wins with a probability in proportion to its weight. All ranks draw the same
+# random numbers, from --seed, for all blocks; each rank sends the winner of its own blocks, and the first of all wins.
+# With top-k and top-p the ranks gather their largest logits instead, and all draw the same one of them.
 
 import contextlib
 import functools
@@ -43,16 +50,21 @@ MIN_TOKENS = 512  # on a CPU, splitting a chunk of fewer tokens in two would mak
 
 
 def load_model(config, folder, dtype, world):
-    """Return the model with this rank's weights and its collectives. folder: None for random weights."""
-    load, lanes = load_shard, config.fixed_lanes  # 8 for spd/8
+    """Return the model with this rank's weights and its collectives.
+
+    config: a Config, as checkpoint.read_config reads it from config.json. folder: of the weights, None for random ones.
+    world: this rank and the others, as launch.join returns them: rank, tp_size, shares, device, process group.
+    """
+    load_weights = load_shard
+    lanes = config.fixed_lanes  # 8 for spd/8
     if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer; several lanes on a rank
-        from ladder.lanes.lanes import load_lanes as load
+        from ladder.lanes.lanes import load_lanes as load_weights
     if world.device.type == "cpu":
         keep_freed_memory()
     with world.together():  # raises an InputError of one rank on all of them
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)
-        model = load(config, weights, dtype, world.device, world.rank, world.shares)
+        model = load_weights(config, weights, dtype, world.device, world.rank, world.shares)
     progress.at("preparation", timed=False)  # waiting for slower ranks is no hang
     if config.quant:
         from ladder.kernels.table import use_kernels
@@ -76,14 +88,16 @@ class Runner:
 
     def __init__(self, model, cache, compile=False, compile_prefill=False, splits=None):
         self.model, self.cache, self.device, self.splits = model, cache, model.device, splits
-        self.chunk_tokens, self.shows_progress = CHUNK_TOKENS, False  # of a long prefill, at a terminal
+        self.chunk_tokens = CHUNK_TOKENS
+        self.shows_progress = False  # whether a long prefill has a progress bar at a terminal
         self.compiles, self.compiles_prefill = compile, compile_prefill
         self.decode_model = self.prefill_model = model
         if compile or compile_prefill:
             from ladder.kernels import compiling  # not in a plain run: it imports the compiler
 
             self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
-        self.graphs = self.decode_model if compile and self.device.type == "cuda" else None  # for AsyncScheduler
+        # compiled for a GPU, decode_model keeps CUDA graphs, which AsyncScheduler replays
+        self.graphs = self.decode_model if compile and self.device.type == "cuda" else None
         self.draft = None  # of ladder/decoding/drafts.py, which then makes the steps
 
     def like(self, model, cache=None):
@@ -95,6 +109,7 @@ class Runner:
     def prefill(self, tokens, lengths, cached_tokens=0):
         """Return logits (B, v) after the last token of each row. tokens (B, S), lengths (B,): as pad makes them.
 
+        The padding of a shorter row fills slots behind its last token; decode overwrites these before it reads them.
         cached_tokens: how many of each row's first tokens are in the cache already, fewer than the row has.
         """
         if self.model.config.linear_layers:  # whose state cannot be rewound
@@ -145,9 +160,9 @@ class Runner:
         return sample(logits, self.model.comm)[:, None].tolist()
 
     def new_step(self, cached_tokens=0):
-        """Return step(sequences, done, sample) -> [the new ids of each row], for one generation, before its prefill.
+        """Return step(sequences, done, sample) -> [the new ids of each row]. To be called once, before the prefill.
 
-        done: which rows have ended. With a draft, a step may return several ids of a row.
+        sequences: the ids of each row so far. done: which rows have ended. With a draft, a step may return several ids.
         """
         if self.draft:
             self.draft.begin(cached_tokens)
@@ -169,7 +184,7 @@ class Runner:
     def choose_splits(self, B, S):
         """Return into how many parts to cut a chunk of S tokens of B rows."""
         on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs: untried
-        overlaps = not self.compiles_prefill  # compiled, all parts' sums are waited for together: docs/exact.md
+        overlaps = not self.compiles_prefill  # a compiled prefill waits for all parts at once, and hides nothing
         worth_it = on_cpus and overlaps and B * S >= MIN_TOKENS
         return min(S, self.splits or (2 if worth_it else 1))
 
@@ -190,8 +205,8 @@ class Generation:
     caller may stop early. What it does between steps is not timed; on a GPU the next step runs meanwhile.
 
     runner: its cache has slots for the longest prompt and max_new_tokens. prompts: non-empty lists of token ids, of any
-    lengths. sample: a Sampler, or without a draft any callable like it. cached_tokens: see Runner.prefill. The
-    iteration raises InputError if logits are not finite.
+    lengths. sample: a Sampler; without a draft any function from logits (B, v) and collectives to ids (B,), -1 where
+    logits are not finite. cached_tokens: see Runner.prefill. The iteration raises InputError if logits are not finite.
     """
 
     def __init__(self, runner, prompts, max_new_tokens, sample, eos_ids=(), cached_tokens=0):
@@ -255,13 +270,15 @@ def generate(*args, **kwargs):
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
+# A flag that says what to generate belongs into ladder/command_line/job.py. What measures belongs into bench.py, or
+# into a script of its own that calls load and iterates over a Generation, as main does.
 
 
 def load(job):
     """Load what a Job asks for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
     args, world, start = job.args, job.world, time.perf_counter()
     model = load_model(job.config, args.checkpoint, args.dtype, world)
-    cache = make_cache(model, len(job.prompts), job.slots)
+    cache = make_cache(model, len(job.prompts), job.slots)  # the longest prompt and its new tokens, and the dummy slot
     with world.together():
         runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
         runner.shows_progress = world.rank == 0
@@ -298,6 +315,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    import generate  # this file as others import it, so that there is one copy of its classes
+    import generate  # this file as others import it: else there would be a __main__.Runner and a generate.Runner
 
     launch.run(generate.main)

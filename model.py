@@ -5,8 +5,9 @@ into the same Transformer, and generate.load_model sets its `comm` to collective
 ranks. The order here: the configuration; the collectives that the loop calls; the loop and the wirings; the layers; the
 Transformer.
 
-Shape letters: B batch, S sequence, T cache length, D dim, N heads, K KV heads, G = N / K query heads that share a
-KV head, H head_dim, V vocabulary, v the local part of it.
+Shape letters: B batch, S sequence, T slots of the cache, T' those that are read, D dim, N heads, K KV heads, G = N / K
+query heads that share a KV head, H head_dim, V vocabulary, v a rank's part of it. In shapes N, K and G are those that
+the rank holds.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ class Config:
     nope_layers: tuple[int, ...] = ()  # the layers without rotary embeddings
     rotary_dim: int | None = None  # how many dimensions of a head turn, from the first one on; None: all
     # norms, MLPs and logits
-    norm: str = "rms"  # a name in NORMS (ladder/layers/norms.py)
+    norm: str = "rms"  # a name in NORMS (ladder/layers/norms.py); a norm of your own is an entry there: made(dim, eps)
     input_norms: bool = True  # whether a sublayer norms what it reads
     post_norms: bool = False  # whether the sum of a sublayer's partials is normed before it is added to x
     mlp_bias: bool = False
@@ -99,7 +100,7 @@ class Config:
 
     @functools.cached_property
     def named_wiring(self):
-        """The Wiring that `wiring` names, with its numbers. Two are equal if they compute the same function."""
+        """The Wiring that `wiring` names, with its stale, period and lanes. Equal ones compute the same function."""
         name, parameter, stale, lanes = self.parsed
         if name == "farskip" and not (self.shared_expert_size or self.dense_layers):
             name = "ladder"  # without shared experts and dense layers it is one
@@ -120,7 +121,7 @@ class Config:
 
     @property
     def mlps(self):
-        """{prefix of their matrices' names: neurons} of the sharded MLPs."""
+        """{prefix of matrices' names: neurons} of the sharded MLPs: {"": 14336}; of a mixture {"experts.": 768}."""
         if not self.n_experts:
             return {"": self.intermediate_size}
         from ladder.layers import mixture
@@ -141,24 +142,41 @@ class Collectives(Protocol):
 
     tp.TensorParallel sums over the ranks of a process group, and SingleDevice, below, is the plainest form.
 
-    The arguments `newer` do not change a value. They are for the compiler, which keeps only the order that data imply:
-    it could move a wait to the front, before the sublayer that the all-reduce is to travel behind.
+    `newer` only fixes the order of compiled code; it never changes a result. The compiler keeps no order but the one
+    that data imply. So it could move a wait to the front, before the sublayer behind which the all-reduce is to travel,
+    or a sublayer before the start of an all-reduce; then nothing would overlap.
+
+    A lane is a shard of the weights with a residual stream x of its own. Usually each rank holds one, so that lanes are
+    ranks. Where a wiring computes another function on another number of lanes (spd, delayed, desync, laneformer), the
+    weights say for how many they were made (spd/8), and any number of ranks among which these can be dealt out computes
+    the same: a rank with several lanes runs them in turns and adds up their partials before each all-reduce.
     """
 
     tp_size: int  # how many ranks there are
-    lanes: int  # how many partials an all-reduce adds up: one of each rank, or of each lane (ladder/lanes/)
+    lanes: int  # how many partials an all-reduce adds up, one of each lane
 
     def start(self, partial):
         """Start the all-reduce of a partial (B, S, D) and return at once. What it returns is an argument of wait."""
 
     def wait(self, pending):
-        """Return the sum (B, S, D) of all ranks' partials."""
+        """Return the sum (B, S, D) of all lanes' partials. On a GPU its stream waits, not the host."""
 
     def settle(self, x, pending, newer=()):
-        """Return x + wait(pending). newer: what was started since; compiled, the wait comes after the last of it."""
+        """Return x + wait(pending). newer: the starts since then. When compiled, the wait comes after the last one."""
 
     def pin(self, x, newer):
-        """Return x. Compiled, whatever reads the result comes after the last start in `newer`."""
+        """Return x. When compiled, whatever reads the result comes after the last start in `newer`."""
+
+    # What the Sampler asks (ladder/decoding/batch.py), since a rank has the logits of its part of the vocabulary only.
+
+    def local_logits(self, logits):
+        """Return (local logits padded to whole blocks, equally wide on all ranks; their first token id; V)."""
+
+    def all_gather(self, x):
+        """Return every rank's x, (tp_size, *x.shape)."""
+
+    def gather_logits(self, logits):
+        """Return the logits of the whole vocabulary (..., V) from the local ones (..., v)."""
 
 
 class SingleDevice(Collectives):
@@ -178,22 +196,17 @@ class SingleDevice(Collectives):
     def pin(self, x, newer):
         return x
 
-    # what the Sampler asks of the collectives, since each rank has the logits of its part of the vocabulary only
-
     def local_logits(self, logits):
-        """Return (local logits padded to whole blocks, equally wide on all ranks; their first token id; V)."""
         return pad_logits(logits, logits.shape[-1]), 0, logits.shape[-1]
 
     def all_gather(self, x):
-        """Return every rank's x, (tp_size, *x.shape)."""
         return x[None]
 
     def gather_logits(self, logits):
-        """Return the logits of the whole vocabulary (..., V) from the local ones (..., v)."""
         return logits
 
 
-VOCAB_BLOCK = 16  # token ids; a rank holds whole blocks, among which the Sampler draws alike on any number of ranks
+VOCAB_BLOCK = 16  # token ids. A rank holds whole blocks: the Sampler draws by block, alike on any number of ranks
 
 
 def pad_logits(logits, n):
@@ -212,12 +225,14 @@ def residual_loop(x, sublayers, comm, config):
     """Run the sublayers [(h, stale), ...], each on x without the last `stale` sums, which are still in flight.
 
     Below is what h0 to h3 read, the attentions and MLPs of two layers; s0, s1, ... are the sums of their partials.
-    A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})).
+    A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), where h0 and h1 both read the embedding.
 
     standard                 stale 0 0 0 0    h0(x) h1(x+s0) h2(x+s0+s1) h3(x+s0+s1+s2)
     ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
     ladder-2                       2 2 2 2    h0(x) h1(x)    h2(x)       h3(x+s0)
     ladder:1, the last of 2 layers 0 0 1 1    h0(x) h1(x+s0) h2(x+s0)    h3(x+s0+s1)
+
+    The sublayers of parallel are attention + MLP of a layer; those of pair are two layers' attentions, then two MLPs.
 
     A loop is a generator. It yields None after each start, so that interleave can run another loop meanwhile, and x at
     its end.
@@ -225,7 +240,7 @@ def residual_loop(x, sublayers, comm, config):
     in_flight = []  # the all-reduces that have been started and not settled, oldest first
     for h, stale in sublayers:
         if in_flight and len(in_flight) <= stale:  # nothing is to be settled, as before a ladder's h1
-            x = comm.pin(x, newer=in_flight)  # keeps h behind the last start
+            x = comm.pin(x, newer=in_flight)  # keeps h behind the last start, as settle's `newer` does otherwise
         while len(in_flight) > stale:  # settle all but the last `stale`, which travel while h computes
             x = comm.settle(x, in_flight.pop(0), newer=in_flight)
         in_flight.append(comm.start(h(x)))
@@ -243,11 +258,11 @@ def interleave(loops):
     return xs
 
 
-def attention(x, block, metadata, cache):
+def attention_sublayer(x, block, metadata, cache):
     return block.attention(block.attention_norm(x), metadata, cache)
 
 
-def mlp(x, block, metadata, cache):
+def mlp_sublayer(x, block, metadata, cache):
     return block.feed_forward(block.ffn_norm(x))
 
 
@@ -261,17 +276,20 @@ class Wiring:
     """The sublayers of a model, and what they read.
 
     Config.wiring is NAME[-stale][:n][/lanes]. For example, ladder-2 is two sublayers late, and ladder:8 wires the last
-    eight layers as a ladder; the others are standard, as are layers that `blocks` leaves over.
+    eight layers as a ladder; the others are standard, as are the first layers where `blocks` leaves some over.
+
+    A wiring of your own is an entry of WIRINGS; its flag, its line of --help and its tests follow from that. If it
+    needs another sublayer or another loop, write that function beside those above.
     """
 
     about: str  # its line of --help
-    sublayers: tuple[Callable, ...] = (attention, mlp)  # of a block
+    block_sublayers: tuple[Callable, ...] = (attention_sublayer, mlp_sublayer)
     blocks: int = 1  # how many neighbouring blocks read one input, with one sum for all their attentions or MLPs
     loop: Callable = residual_loop  # runs the sublayers, as described there
     stale: int = 0  # how many of the newest sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
-    n_means: str | None = "layers"  # what n is: "layers", the last n; "period", every n-th sum; None: there is no n
-    depends_on_lanes: bool = False  # whether it computes another function on another number of lanes (ladder/lanes/)
+    n_means: str | None = "layers"  # what n is: "layers", the last n of them; "period", see below; None: there is no n
+    depends_on_lanes: bool = False  # whether another number of lanes is another function (ladder/lanes/wirings.py)
     lanes: int | None = None  # L of NAME/L
     period: int | None = None  # n of desync:n, which keeps every n-th sum
     model: type | None = None  # the subclass of Transformer that it needs, if any
@@ -354,7 +372,8 @@ class Attention(nn.Module):
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D).
 
-        metadata: what all layers share of this pass: positions, rope, masks (ladder/layers/attention_inputs.py).
+        metadata: what all layers share of this pass: positions, rope (cos, sin), masks, query_scale, and rows, the
+        indices of the batch; window_rope and window_mask are for layers with a window (ladder/layers/).
         cache: None or (k, v), both (B, K, T, H), which are written to.
         """
         B, S, _ = x.shape
@@ -372,6 +391,7 @@ class Attention(nn.Module):
             cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)  # (B, S, K, H)
             cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
         mask = metadata.window_mask if self.window else metadata.mask
+        # both ways return their numbers in the order of q
         if mask is None:  # causal, no earlier keys, no score_cap: see attention_metadata
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
@@ -431,18 +451,23 @@ class Block(nn.Module):
 class PostNormSums(Collectives):
     """Collectives for models with post_norms: settle returns x + norm(wait(pending)).
 
-    norms: one for each sublayer, in the order of their starts.
+    norms: one for each sublayer, in the order of their starts: attention, MLP, attention, ... Wirings that add partials
+    of several sublayers are refused (config_check.check_norms).
     """
 
     def __init__(self, comm, norms):
-        self.comm, self.norms, self.lanes = comm, iter(norms), comm.lanes
+        self.comm, self.norms, self.tp_size, self.lanes = comm, iter(norms), comm.tp_size, comm.lanes
 
     def start(self, partial):
         return self.comm.start(partial), next(self.norms)
 
+    def wait(self, pending):
+        started, norm = pending
+        return norm(self.comm.wait(started))
+
     def settle(self, x, pending, newer=()):
         started, norm = pending
-        # the sum is settled onto zeros, since wait has no `newer`
+        # as norm(wait(...)), but wait cannot be kept behind `newer`; so the sum is settled onto zeros
         return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
 
     def pin(self, x, newer):
@@ -450,12 +475,12 @@ class PostNormSums(Collectives):
 
 
 def list_sublayers(config, layers, metadata=None, cache=None):
-    """Return [(h, stale)] of all layers, in order: h(x) is attention(x, block, metadata, cache) or another sublayer."""
+    """Return [(h, stale)] of all layers, in order. h(x) is a sublayer of a wiring with its other arguments bound."""
     sublayers, i = [], 0
     while i < config.n_layers:
         wiring = config.layer_wirings[i]
         side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
-        sublayers += [(functools.partial(_add_partials, h, side_by_side), wiring.stale) for h in wiring.sublayers]
+        sublayers += [(functools.partial(_add_partials, h, side_by_side), wiring.stale) for h in wiring.block_sublayers]
         i += wiring.blocks
     return sublayers
 
@@ -485,6 +510,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = NORMS[config.norm](config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        # theta^(-2i / R) for each pair i of the R dimensions that turn, scaled for a longer context; never on "meta"
         self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
 
     device = property(lambda self: self.norm.weight.device)
@@ -493,10 +519,11 @@ class Transformer(nn.Module):
     def forward(self, tokens, positions=None, cache=None, cache_length=None, last_index=None, splits=1):
         """Return the local logits (B, S, v) of tokens (B, S) int64; with last_index (B,) those of one token (B, 1, v).
 
-        There are three calls:
-        forward(tokens)                                      training, scoring: from position 0, padded on the right
-        forward(tokens, None, cache, None, last_index)       the first chunk of a prefill, which fills the cache
-        forward(tokens, positions, cache, cache_length, ...) its later chunks, with last_index; decode, without
+        There are four calls:
+        forward(tokens)                                              training, scoring: padded on the right
+        forward(tokens, None, cache, None, last_index)               the first chunk of a prefill
+        forward(tokens, positions, cache, cache_length, last_index)  its later chunks
+        forward(tokens, positions, cache, cache_length)              decode
 
         positions (B, S): None if every row starts at position 0. cache: made by new_cache and written in place.
         cache_length: how many slots to read, those of this pass included. last_index: the index among these tokens of
@@ -514,8 +541,10 @@ class Transformer(nn.Module):
         S, fresh = tokens.shape[1], positions is None
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
-        n_keys = 0 if fresh else cache_length - S  # how many slots to read before those of this part
-        last = None if last_index is None else positions[:, :1] + last_index[:, None]  # as positions
+        n_keys = (
+            0 if fresh else cache_length - S
+        )  # slots to read before those of a part; beyond a row's own it is masked
+        last = None if last_index is None else positions[:, :1] + last_index[:, None]  # the last position of each row
         max_length = cache_slots(cache) - 1 if cache else S  # without the dummy slot
         for part, at in zip(tokens.tensor_split(splits, 1), positions.tensor_split(splits, 1), strict=True):
             causal = fresh and n_keys == 0  # it attends to nothing but itself, and needs no mask
@@ -555,7 +584,8 @@ class Transformer(nn.Module):
 def cache_slots(cache):
     """Return the number of slots T of a cache, 1 if no layer has any.
 
-    The last is a dummy slot, which no pass reads: whatever lies past the end of the cache is written there.
+    Slot i holds the key and the value of position i. The last is a dummy slot, which no pass reads: tokens at positions
+    past the end, such as a draft's last proposals, are written there.
     """
     return next((keys.shape[2] for keys, _ in cache if keys.dim() == 4), 1)
 

@@ -5,9 +5,10 @@ the neurons, and the two partial y add up to the whole one:
 
                 rank 0           rank 1
     w1, w3      rows 0, 1        rows 2, 3        column-parallel: a rank reads all of x and computes its neurons
-    w2          columns 0, 1     columns 2, 3     row-parallel: a rank adds up its neurons, the all-reduce the ranks
+    w2          columns 0, 1     columns 2, 3     row-parallel: a rank sums over its neurons, the all-reduce over ranks
 
-Attention is shared out in the same way by its heads: wqkv by rows, wo by columns.
+Attention is shared out in the same way by its heads: wqkv by rows, wo by columns. A bias of a column-parallel linear is
+cut with the rows; that of a row-parallel one is added by rank 0 alone, since the all-reduce adds it up.
 
 Rank and shares are arguments, so one process can build any rank's shard. shares: the ranks' relative sizes, (1, 1) for
 two equal ones. Ranges are half-open: (first, end) of heads, (start, stop) of rows or columns. Shape letters: model.py.
@@ -32,7 +33,8 @@ from model import VOCAB_BLOCK, Collectives, build, pad_logits
 class TensorParallel(Collectives):
     """The collectives that sum over the ranks of a process group; model.Collectives says what each call does.
 
-    --comm names how the group sums: by gloo or NCCL, or in one of the ways of ladder/ranks/collectives.py.
+    --comm names how the group sums: by gloo or NCCL, or in one of the other ways in ladder/ranks/collectives.py. A way
+    of your own is an entry of COLLECTIVES there, a function that returns a process group.
     """
 
     def __init__(self, config, shares, group):
@@ -60,13 +62,13 @@ class TensorParallel(Collectives):
         """
         if not newer:
             return x + self.wait(pending)
-        if x.is_cuda:  # the compiler can then fuse the addition with the next norm
-            torch.ops.ladder.wait_after(pending, newer[-1])  # declared to write `pending`, so the + stays behind it
+        if x.is_cuda:  # only a GPU's compiler gains by it: it can then fuse the addition with the next norm
+            torch.ops.ladder.wait_after(pending, newer[-1])  # declared to modify `pending`, so the + stays behind it
             return x + pending
         return torch.ops.ladder.settle(x, pending, newer[-1])
 
     def pin(self, x, newer):
-        return torch.ops.ladder.settle(x, None, newer[-1])  # a copy of x: there is nothing to add
+        return torch.ops.ladder.settle(x, None, newer[-1])  # nothing is added: a copy of x, also without the compiler
 
     def local_logits(self, logits):
         return pad_logits(logits, max(self.sizes)), self.first_id, self.vocab_size
@@ -132,14 +134,15 @@ def neuron_range(config, neurons, rank, shares):
 
 
 def neuron_unit(config, neurons, shares):
-    """Return how many neurons stay together: 1, but for int4 and for experts.
+    """Return how many neurons stay together on a rank: the unit in which ranks share out an MLP.
 
-    With int4 a group of w2's columns stays together, or 128 columns, which PyTorch's kernel on a GPU wants, if no share
-    then exceeds its due by more than an eighth. Where groups are too few they are halved, down to 8 columns, the least
-    that skinny_gemm.cpp takes. Lanes are cut at multiples of 8, at the neurons where they are cut without int4.
+    Without int4 it is 1, or 8 for experts. With int4 it is a group of w2's columns, which share a scale, or 128 columns
+    if every rank then gets 8 of these units or more, since PyTorch's kernel on a GPU wants 128. If the smallest share
+    would get no unit, units are halved, down to 8 columns, the least that the kernels for CPUs take. Weights made for
+    lanes are always cut at multiples of 8, as they are without int4.
     """
     if not config.group_size or "w2" in config.not_quantized:
-        return 8 if config.n_experts and neurons % 8 == 0 else 1  # grouped_mm takes rows of a multiple of 16 bytes
+        return 8 if config.n_experts and neurons % 8 == 0 else 1  # grouped_mm takes rows of multiples of 16 bytes
     if config.fixed_lanes:
         return 8
     unit, least_ranks = config.group_size, sum(shares) / min(shares)  # as many as if each had the smallest share
@@ -191,7 +194,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int = 0
     ranges: list | None = None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
-    columns: int = 1  # of the matrix per stored element: 2 in a byte of int4, group_size in its scales
+    columns: int = 1  # how many of the matrix an element stores: 2 in a byte of int4, group_size in its scales
     zeros: bool = False  # zeros instead of the tensor: a bias that rank 0 alone adds
 
 
@@ -208,7 +211,10 @@ def shard_slices(model, dtype, rank, shares):
 
 
 def plan_key(name):
-    """Return what shard_plan calls a linear or a norm, e.g. "wo" for layers.3.attention.wo; also "experts.w1"."""
+    """Return what shard_plan calls a linear or a norm.
+
+    "wo" for "layers.3.attention.wo", "experts.w1" for "layers.3.feed_forward.experts.w1".
+    """
     return re.sub(r"^layers\.\d+\.\w+\.", "", name)
 
 
@@ -260,7 +266,7 @@ def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddin
         start, stop = vocab_range(config.vocab_size, rank, shares)
         for name, tensor in model.tok_embeddings.named_parameters():
             set_parameter(model, f"output.{name}", tensor[start:stop])
-    return model.to(device)  # moves the rope frequencies, which are made on the CPU and stay float32
+    return model.to(device)  # moves the rope frequencies, which build made on the CPU; they stay float32
 
 
 def set_parameter(model, name, tensor):

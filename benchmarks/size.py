@@ -47,7 +47,7 @@ def sizes():
 
 
 def main():
-    now, agreed = sizes(), json.loads(AGREED.read_text())
+    now, agreed = sizes(), json.loads(AGREED.read_text()) if AGREED.is_file() else {}
     if "--agree" in sys.argv:
         AGREED.write_text(json.dumps(now, indent=2) + "\n")
     for what, number in now.items():

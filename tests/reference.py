@@ -148,13 +148,13 @@ class Reference:
     def parts(self, layer, wiring):
         """What a layer adds to the stream, each a partial(x, shard)."""
         attention, mlp = functools.partial(self.attention, layer), functools.partial(self.mlp, layer)
-        if wiring.sublayers == (model.attention, model.mlp):
+        if wiring.block_sublayers == (model.attention_sublayer, model.mlp_sublayer):
             return [attention, mlp]
-        if wiring.sublayers == (model.attention_plus_mlp,):
+        if wiring.block_sublayers == (model.attention_plus_mlp,):
             return [lambda x, shard: attention(x, shard) + mlp(x, shard, norm="attention_norm")]
-        if wiring.sublayers == (wirings.attention_into_mlp,):
+        if wiring.block_sublayers == (wirings.attention_into_mlp,):
             return [functools.partial(self.attention_into_mlp, layer)]
-        raise NotImplementedError(f"write {wiring.sublayers} here, too")
+        raise NotImplementedError(f"write {wiring.block_sublayers} here, too")
 
     def sublayers(self):
         """[(partial(x, shard), by how much it is stale)]: attention, MLP, ..., or both of a block at once."""

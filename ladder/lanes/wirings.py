@@ -6,13 +6,13 @@ spd/8 has eight lanes, on 1, 2, 4 or 8 ranks; spd alone has one lane on each ran
 import functools
 
 from ladder.lanes.laneformer import LANEFORMER
-from model import Wiring, attention, mlp, residual_loop
+from model import Wiring, attention_sublayer, mlp_sublayer, residual_loop
 
 
 def attention_into_mlp(x, block, metadata, cache):
     """Sync-point drop: the MLP reads the lane's own partial y of the attention, without an all-reduce between them."""
-    y = attention(x, block, metadata, cache)
-    return y + mlp(x + y, block, metadata, cache)
+    y = attention_sublayer(x, block, metadata, cache)
+    return y + mlp_sublayer(x + y, block, metadata, cache)
 
 
 def delayed_loop(x, sublayers, comm, config):

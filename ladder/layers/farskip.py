@@ -10,19 +10,19 @@ a shared expert S, where x is the stream, y the stream without the routed expert
 
 import functools
 
-from model import Wiring, attention, mlp, residual_loop
+from model import Wiring, attention_sublayer, mlp_sublayer, residual_loop
 
 
 def attention_apart(x, block, metadata, cache):
     """Return (partial, None): an attention has no shared expert."""
-    return attention(x, block, metadata, cache), None
+    return attention_sublayer(x, block, metadata, cache), None
 
 
 def experts(x, block, metadata, cache):
     """Return (partial, the shared expert's output, or None where there is no shared expert)."""
     if hasattr(block.feed_forward, "experts"):
         return block.feed_forward(block.ffn_norm(x), apart=True)
-    return mlp(x, block, metadata, cache), None
+    return mlp_sublayer(x, block, metadata, cache), None
 
 
 APART = attention_apart, experts

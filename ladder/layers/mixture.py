@@ -58,7 +58,7 @@ def check(config):
     if wiring.depends_on_lanes and c.wiring != "upper-bound" or wiring.model:
         why = "ranks with streams of their own would choose different experts"
         raise InputError(f"wiring {c.wiring} is not for mixtures of experts: {why}")
-    if c.post_norms and wiring.sublayers == APART:
+    if c.post_norms and wiring.block_sublayers == APART:
         raise InputError(
             f"wiring {c.wiring} is not for models with post_norms: it reads outputs before they are normed"
         )
@@ -67,7 +67,7 @@ def check(config):
 def mlps(config):
     """Return {prefix of their matrices' names: neurons} of the MLPs that ranks share out."""
     sizes = {"": config.intermediate_size if config.dense_layers else 0, "experts.": config.expert_size}
-    if config.named_wiring.sublayers != APART:  # where each rank has the shared expert whole
+    if config.named_wiring.block_sublayers != APART:  # where each rank has the shared expert whole
         sizes["shared_expert."] = config.shared_expert_size
     return {prefix: neurons for prefix, neurons in sizes.items() if neurons}
 
