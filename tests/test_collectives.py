@@ -209,7 +209,7 @@ JOIN = "from ladder.ranks import launch\n{}\nw = launch.join('cpu', {{'comm': '{
     ("auto", 2, "", "no-such-compiler", "0", "gloo carries .*: memory shared by ranks needs a C.. compiler: install"),
 ])  # fmt: skip
 def test_the_collectives_of_a_run(comm, local, before, compiler, name, line, tmp_path):
-    """Between nodes, without a compiler, and without the extra gloo does; of the latter two one rank says so."""
+    """Between nodes and without a compiler gloo sums; of a missing compiler one rank says so."""
     cache = {"XDG_CACHE_HOME": str(tmp_path), "CXX": compiler} if compiler == "no-such-compiler" else {}
     source = JOIN.format(before, comm) + "; launch.dist.destroy_process_group()"
     done = [rank.communicate(timeout=HANGS) for rank in start_ranks(2, source, local, **cache)]

@@ -297,8 +297,6 @@ def test_ranks_that_each_see_one_gpu_use_it_if_these_differ(gpus, device, monkey
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(meeting, "visible_gpus", lambda device: every[1])
     monkeypatch.setattr(watch, "start", Mock())
-    monkeypatch.setattr(launch, "watch", None)  # and afterwards, too
-    monkeypatch.setattr(meeting, "store", Mock())
     monkeypatch.setattr(meeting.JoinedWorld, "gather", lambda self, value: [" ".join(each) for each in every])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
