@@ -58,7 +58,7 @@ def download(repository, revision=None):
     """Download a hub model and return its folder. Raises InputError."""
     import huggingface_hub
 
-    # *.py is for extras.export.verify; here no code of a folder is run
+    # the code in a folder (*.py) is left to those who verify; none of it is run here
     patterns = ["model*.safetensors", "*.json", "*.py", *TOKENIZER_FILES]
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))

@@ -373,7 +373,7 @@ def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model
     args = {"name": "org/demo", "api_key": None, "rows": 1, "queue": 1, "host": "127.0.0.1", "log": False}
     args = SimpleNamespace(**args, allow_origin=["https://a.example"], checkpoint=ROOT / "demo")
     listener = socket.create_server(("127.0.0.1", 0))
-    monkeypatch.setattr(serving.launch, "at_end", [])
+    monkeypatch.setattr(serving.ending, "at_end", [])
     monkeypatch.setattr(serving, "IDLE_SECONDS", 0.5)
     front = serving.Front(args, serving.Listener(fileno=listener.detach()))
     send = functools.partial(Server.send, SimpleNamespace(port=front.address[1]))
