@@ -100,7 +100,10 @@ class Config:
 
     @functools.cached_property
     def named_wiring(self):
-        """The Wiring that `wiring` names, with its stale, period and lanes. Equal ones compute the same function."""
+        """The Wiring that `wiring` names, with its stale, period and lanes filled in.
+
+        Two configs whose layer_wirings are equal compute the same function.
+        """
         name, parameter, stale, lanes = self.parsed
         if name == "farskip" and not (self.shared_expert_size or self.dense_layers):
             name = "ladder"  # without shared experts and dense layers it is one
@@ -153,7 +156,7 @@ class Collectives(Protocol):
     """
 
     tp_size: int  # how many ranks there are
-    lanes: int  # how many partials an all-reduce adds up, one of each lane
+    lanes: int  # how many partials are added up in all, one of each lane; a rank adds those of its own lanes first
 
     def start(self, partial):
         """Start the all-reduce of a partial (B, S, D) and return at once. What it returns is an argument of wait."""
@@ -541,16 +544,16 @@ class Transformer(nn.Module):
         S, fresh = tokens.shape[1], positions is None
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
-        n_keys = (
-            0 if fresh else cache_length - S
-        )  # slots to read before those of a part; beyond a row's own it is masked
-        last = None if last_index is None else positions[:, :1] + last_index[:, None]  # the last position of each row
-        max_length = cache_slots(cache) - 1 if cache else S  # without the dummy slot
-        for part, at in zip(tokens.tensor_split(splits, 1), positions.tensor_split(splits, 1), strict=True):
-            causal = fresh and n_keys == 0  # it attends to nothing but itself, and needs no mask
+        n_keys = 0 if fresh else cache_length - S  # of earlier chunks; a row that has fewer masks the others
+        last = None if last_index is None else positions[:, :1] + last_index[:, None]  # where linear attention stops
+        max_length = cache_slots(cache) - 1 if cache else S  # how long a row may get, by which longrope chooses factors
+        split_positions = positions.tensor_split(splits, 1)
+        for part, part_positions in zip(tokens.tensor_split(splits, 1), split_positions, strict=True):
+            causal = fresh and n_keys == 0  # the part attends to nothing but itself, and needs no mask
             n_keys += part.shape[1]
             keys = None if causal else torch.arange(n_keys, device=tokens.device)
-            yield self.loop(self.embed(part), attention_metadata(self, at, keys, max_length, last), cache)
+            metadata = attention_metadata(self, part_positions, keys, max_length, last)
+            yield self.loop(self.embed(part), metadata, cache)
 
     def embed(self, tokens):
         """Return the embeddings (B, S, D) of tokens (B, S)."""
