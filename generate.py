@@ -53,7 +53,11 @@ def load_model(config, folder, dtype, world):
         dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
     progress.at("preparation", timed=False)  # waiting for slower ranks is no hang
-    if config.quant:
+    if world.device.type == "cpu":
+        from ladder.kernels.cpu.modules import use_skinny_gemm
+
+        use_skinny_gemm(model)
+    elif config.quant:
         from ladder.kernels.table import use_kernels
 
         use_kernels(model, world.device.type)

@@ -1,9 +1,11 @@
 """skinny_gemm.cpp against float64, its compilation, the memory of loading."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -15,13 +17,16 @@ import torch.nn.functional as F
 from helpers import BASE, ROOT, last_logits, random_model, unequal_rows
 from reference import Reference
 from safetensors.torch import save_file
-from test_quantize import CASES, check_model, integers
+from test_quantize import CASES, INT8, check_model, integers
 
+import generate
 from ladder.checkpoints import checkpoint
-from ladder.errors import InputError
 from ladder.kernels import compilers, compiling, cpp, int_linear
 from ladder.kernels.cpu import modules, skinny_gemm
+from ladder.ranks import launch
 from model import attend
+
+WORLD = launch.World(0, 1, torch.device("cpu"))
 
 
 def numbers(*shape):
@@ -237,23 +242,44 @@ def test_attention_in_a_window_without_a_cache():
 
 
 UNBUILT = [
-    ({"CXX": "g++ -O1"}, "--compile needs a C.. compiler: .* no options: 'g.. -O1'"),
+    ({"CXX": "g++ -O1"}, "skinny_gemm.cpp needs a C.. compiler: .* no options: 'g.. -O1'"),
     ({"CXX": "false"}, "false cannot compile skinny_gemm.cpp: it ends with code 1"),
-    ({"XDG_CACHE_HOME": ""}, "--compile: no home folder to keep compiled code in: name a folder in .XDG_CACHE_HOME"),
+    ({"XDG_CACHE_HOME": ""}, "skinny_gemm.cpp: no home folder to keep compiled code in: name a folder in .XDG_CACHE"),
     ({"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
 ]
 
 
 @pytest.mark.parametrize("environment, message", UNBUILT, ids=str)
-def test_what_cannot_be_built_is_one_clear_line(environment, message, tmp_path, monkeypatch):
+def test_without_what_cannot_be_built_pytorchs_kernels_run_and_one_line_says_why(
+    environment, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(modules, "is_built", functools.cache(modules.is_built.__wrapped__))
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
     monkeypatch.delenv("HOME", raising=False)
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=message) as error:
-        compiling.use_decode_kernels(random_model(BASE).bfloat16())
-    assert "\n" not in str(error.value) and list(tmp_path.rglob("*.so")) == []
+    for _ in range(2):  # models
+        net = generate.load_model(INT8, None, "bfloat16", WORLD)
+        assert net.output.kernel is int_linear.multiply_int8
+    assert re.fullmatch("(compiling .*\n)?" + message + ".*: PyTorch's kernels, slower\n", capsys.readouterr().err)
+    assert list(tmp_path.rglob("*.so")) == []
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant):
+    """Its packed integers replace those that were loaded; in other dtypes there are no such kernels."""
+    config = dataclasses.replace(
+        BASE, head_dim=64, dim=64, intermediate_size=96, quant=quant, group_size=32 if quant == "int4" else None
+    )
+    net = generate.load_model(config, None, "bfloat16", WORLD)
+    linears = [m for m in net.modules() if hasattr(m, "in_features") and type(m) is not int_linear.QuantEmbedding]
+    assert all(block.attention.attend is modules.decode_attend for block in net.layers)
+    assert all(getattr(m, "kernel", None) is skinny_gemm.multiply and m.scales is None for m in linears) == bool(quant)
+    assert {type(m) for m in linears} == {int_linear.QuantLinear if quant else skinny_gemm.SkinnyLinear}
+    net = generate.load_model(config, None, "float32", WORLD)
+    assert net.layers[0].attention.attend is attend
+    assert type(net.output) is (int_linear.QuantLinear if quant else torch.nn.Linear)
 
 
 def test_clones_compile_once(tmp_path, monkeypatch):
@@ -267,7 +293,7 @@ def test_clones_compile_once(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(value))
     shutil.copytree(ROOT / "ladder/kernels/cpu", tmp_path / "clone")
     for folder in ROOT / "ladder/kernels/cpu", tmp_path / "clone":
-        cpp.load_operators(folder / "skinny_gemm.cpp", "--compile")
+        cpp.load_operators(folder / "skinny_gemm.cpp", "skinny_gemm.cpp")
     assert loaded == ["library\n"] * 2 and (tmp_path / "calls").read_text() == "\n"
 
 
@@ -320,6 +346,8 @@ def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
 def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.setattr(compilers, "ON_ARM", False)
+    monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
+    monkeypatch.setattr(modules, "is_built", functools.cache(modules.is_built.__wrapped__))
     net, (tokens, lengths) = random_model(BASE).bfloat16(), unequal_rows(BASE)
     kinds, plain = {type(m) for m in net.modules()}, last_logits(net, tokens, lengths)
     compiling.use_decode_kernels(net)

@@ -65,10 +65,7 @@ def split_attend(q, k, v, mask, positions, window, score_cap):
 
 
 def use_decode_kernels(model):
-    """Let a model use kernels for a decode step, on a CPU those of ladder/kernels/cpu.
-
-    Raises InputError when these cannot be compiled.
-    """
+    """Let a model use kernels for a decode step, on a CPU those of ladder/kernels/cpu."""
     if model.device.type == "cpu":
         modules.use_skinny_gemm(model)
         return
@@ -80,7 +77,7 @@ def use_decode_kernels(model):
 def compiled(model, decode, prefill):
     """Return (the model for decode steps, the model for the prefill), each compiled if asked for.
 
-    Raises InputError as prepare() and use_decode_kernels() do.
+    Raises InputError as prepare() does.
     """
     prepare(model.device)
     prefill_model = torch.compile(model, fullgraph=True) if prefill else model

@@ -1,12 +1,13 @@
-"""What skinny_gemm.cpp computes of a model's decode step on a CPU. Shape letters: model.py."""
+"""What skinny_gemm.cpp computes of a model on a CPU. Shape letters: model.py."""
 
+import functools
 import sys
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ladder.kernels import compilers
+from ladder.errors import InputError
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.int_linear import swap
 from ladder.kernels.table import use_kernels
@@ -50,18 +51,28 @@ class SkinnyFeedForward(nn.Module):
         return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
 
 
-def use_skinny_gemm(model):
-    """Let a model in bfloat16 use skinny_gemm.cpp, if that knows this processor; else rank 0 prints that it does not.
+@functools.cache
+def is_built():
+    """Return whether there is skinny_gemm.cpp, which is compiled once on a machine; else rank 0 prints why not."""
+    try:
+        skinny_gemm.build()
+        return True
+    except InputError as e:
+        if launch.rank_and_size()[0] == 0:
+            print(f"{e}: PyTorch's kernels, slower", file=sys.stderr)
+        return False
 
-    Raises InputError when it cannot be compiled.
+
+def use_skinny_gemm(model):
+    """Let a model in bfloat16 use skinny_gemm.cpp, or PyTorch's kernels where that cannot be built.
+
+    The matrices of a quantized model are packed, which frees the integers as the checkpoint stores them.
     """
     if model.dtype != torch.bfloat16:
         return
-    if compilers.instruction_set() == "plain":
-        if launch.rank_and_size()[0] == 0:
-            print("skinny_gemm.cpp knows no such processor or system: PyTorch's kernels, slower", file=sys.stderr)
+    if not is_built():
+        use_kernels(model, "cpu")
         return
-    skinny_gemm.build()
     use_kernels(model, "skinny_gemm")
 
     def make(name, module):

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ladder.errors import InputError
 from ladder.kernels import compilers
 from ladder.kernels.cpp import load_operators
 from ladder.kernels.huge_pages import empty_in_huge_pages
@@ -23,11 +24,13 @@ def build():
     """Load the operators of skinny_gemm.cpp. Raises InputError."""
     if hasattr(torch.ops.ladder, "skinny_gemm"):
         return
+    if compilers.instruction_set() == "plain":
+        raise InputError("skinny_gemm.cpp knows no such processor or system")
     asked = (
         compilers.instruction_set() == "avx2" and "avx512bw" in compilers.features()
     )  # which -march=native would use
     options = "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", *["-march=haswell"] * asked
-    load_operators(Path(__file__).with_name("skinny_gemm.cpp"), "--compile", *options)
+    load_operators(Path(__file__).with_name("skinny_gemm.cpp"), "skinny_gemm.cpp", *options)
     torch.library.register_fake("ladder::skinny_gemm", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::skinny_gemm_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))
