@@ -24,7 +24,7 @@ from ladder.checkpoints import checkpoint
 from ladder.kernels import compilers, compiling, cpp, int_linear
 from ladder.kernels.cpu import modules, skinny_gemm
 from ladder.ranks import launch
-from model import attend
+from model import attend, rotate_into_cache
 
 WORLD = launch.World(0, 1, torch.device("cpu"))
 
@@ -125,6 +125,7 @@ def packed(*shape):
 
 INT4, IDS = packed(1, 2, 5), zeros(3, 2, dtype=torch.int64)  # 16 rows of 64 columns in groups of 32
 Q, CACHE, EXPERT = zeros(3, 2, 1, 1, 64), zeros(3, 2, 9, 64), zeros(4, 8, 8)
+ROPE = torch.zeros(3, 1, 1, 1, 32)
 MISFITS = [
     ("skinny_gemm", zeros(2, 9), zeros(4, 8)),
     ("skinny_gemm", zeros(2, 0), zeros(4, 0)),
@@ -152,6 +153,12 @@ MISFITS = [
     ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9),
     ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9),
     ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9),
+    ("rms_norm", zeros(3, 64), zeros(65)),
+    ("rms_norm", zeros(3, 64).float(), zeros(64)),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE[..., :30], ROPE, IDS[:, :1], CACHE, CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE.double(), ROPE, IDS[:, :1], CACHE, CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1] - 1, CACHE, CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1], CACHE[:2], CACHE),
     ("decode_attention", Q[..., :32], CACHE[..., :32].contiguous(), CACHE[..., :32].contiguous(), IDS[:, :1], 9),
 ]
 
@@ -159,7 +166,7 @@ MISFITS = [
 def test_what_would_be_read_beyond_a_tensor_is_refused():
     skinny_gemm.build()
     for name, *arguments in MISFITS:
-        with pytest.raises(RuntimeError):
+        with pytest.raises((RuntimeError, IndexError)):
             getattr(torch.ops.ladder, name)(*arguments)
 
 
@@ -189,6 +196,37 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
         exact = attention(q, keys, values, positions, window)
         assert y.shape == q.shape and y.dtype == torch.bfloat16
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * max(1, scale / 10)).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2, 576), (5, 33)])
+def test_a_norm_is_exact_up_to_the_last_rounding(shape, threads):
+    skinny_gemm.build()
+    x, weight = numbers(*shape), numbers(shape[-1])
+    x.view(-1, shape[-1])[-1] *= 100
+    y = torch.ops.ladder.rms_norm(x.transpose(0, -2), weight, 1e-5).transpose(0, -2)
+    exact = F.rms_norm(x.double(), weight.shape, weight.double(), 1e-5)
+    assert y.dtype == torch.bfloat16 and ((y.double() - exact).abs() <= (2**-8 + 1e-6) * exact.abs()).all()
+
+
+@pytest.mark.parametrize("B, K, G, S, H, R", [(1, 1, 1, 1, 64, 32), (3, 2, 3, 2, 64, 9), (2, 2, 1, 5, 128, 64)])
+def test_rotation_writes_the_cache_as_models_does(B, K, G, S, H, R):
+    """Rows at unequal positions; bit by bit but where a sum is rounded twice."""
+    skinny_gemm.build()
+    qkv = numbers(B, S, K, G + 2, H).permute(0, 2, 3, 1, 4)  # views into wqkv's output
+    q, k, v = qkv.tensor_split((-2, -1), dim=2)
+    positions = torch.tensor([[3 * b + s for s in range(S)] for b in range(B)])
+    angles = (positions[..., None] * torch.linspace(0.1, 2, R))[:, None, None]
+    rope, rows = (angles.cos(), angles.sin()), torch.arange(B)[:, None]
+    caches = [[numbers(B, K, 12, H), numbers(B, K, 12, H)] for _ in range(2)]
+    metadata = types.SimpleNamespace(rows=rows, positions=positions, mask=positions)
+    expected, _, _ = rotate_into_cache(q, k, v, rope, metadata, caches[0])
+    turned, _, _ = modules.decode_rotate(q, k, v, rope, metadata, caches[1])
+    assert torch.equal(caches[0][1], caches[1][1]) and turned.shape == q.shape
+    for ours, theirs in (turned, expected), (caches[1][0], caches[0][0]):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)
+    with pytest.raises(IndexError, match="position 1. is not in a cache of 12"):
+        metadata.positions = positions + 14 - positions.max()
+        modules.decode_rotate(q, k, v, rope, metadata, caches[1])
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.int_linear import swap
 from ladder.kernels.table import use_kernels
 from ladder.ranks import launch
-from model import Attention, FeedForward, attend
+from model import Attention, FeedForward, attend, rotate_into_cache
 
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
 
@@ -24,6 +24,28 @@ def decode_attend(q, k, v, mask, positions, window, score_cap):
     q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache, views into wqkv's output
     y = torch.ops.ladder.decode_attention(q, k, v, positions, window or k.shape[2])  # (B, K, S, G, H)
     return y.transpose(2, 3).flatten(2, 3)
+
+
+def decode_rotate(q, k, v, rope, metadata, cache):
+    """Compute what model.rotate_into_cache does; of a few positions in one operator, unless the compiler makes one."""
+    few = cache is not None and rope and metadata.mask is not None and q.shape[3] <= FEW_POSITIONS
+    if not few or torch.compiler.is_compiling():
+        return rotate_into_cache(q, k, v, rope, metadata, cache)
+    k, v = k.squeeze(2), v.squeeze(2)
+    return torch.ops.ladder.rotate_into_cache(q, k, v, *rope, metadata.positions, *cache), None, None
+
+
+class SkinnyNorm(nn.RMSNorm):
+    """An RMSNorm in one operator, unless the compiler makes one."""
+
+    def __init__(self, norm):
+        super().__init__(norm.normalized_shape, norm.eps, device="meta")
+        self.weight = norm.weight
+
+    def forward(self, x):
+        if torch.compiler.is_compiling():
+            return super().forward(x)
+        return torch.ops.ladder.rms_norm(x, self.weight, self.eps)
 
 
 def multiply_experts(x, chosen, w1, w3, w2):
@@ -78,6 +100,8 @@ def use_skinny_gemm(model):
     def make(name, module):
         if type(module) is nn.Linear:
             return skinny_gemm.SkinnyLinear(module)
+        if type(module) is nn.RMSNorm:
+            return SkinnyNorm(module)
         if type(module) is FeedForward and module.w1.bias is None and module.activation is F.silu:
             packed = all(getattr(linear, "kernel", None) is skinny_gemm.multiply for linear in module.children())
             return SkinnyFeedForward(module) if packed else None
@@ -86,6 +110,6 @@ def use_skinny_gemm(model):
     swap(model, make)
     for name, module in model.named_modules():
         if type(module) is Attention and module.head_dim % 64 == 0 and not module.score_cap:
-            module.attend = decode_attend
+            module.attend, module.rotate_into_cache = decode_attend, decode_rotate
         elif name.endswith(".experts"):
             module.kernel = multiply_experts
