@@ -59,7 +59,7 @@ def make_cells(models, args, world):
     for (wiring, model), batch in itertools.product(models.items(), args.batch):
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt_length), generator=random).tolist()
         key = model.config.fixed_lanes, batch
-        caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + args.new_tokens)
+        caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + args.new_tokens, not args.eager)
         cells[wiring, batch] = generate.Runner(model, caches[key], not args.eager), prompts
     if args.eager:
         return cells

@@ -264,7 +264,7 @@ def load(job):
     """Load what a Job asks for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
     args, world, start = job.args, job.world, time.perf_counter()
     model = load_model(job.config, args.checkpoint, args.dtype, world)
-    cache = make_cache(model, len(job.prompts), job.slots)
+    cache = make_cache(model, len(job.prompts), job.slots, in_buckets=args.compile is not None)
     with world.together():
         runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
         runner.shows_progress = world.rank == 0
