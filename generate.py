@@ -276,8 +276,7 @@ def load(job):
     if args.compile:
         from ladder.kernels import compiling
 
-        world.say("compiling ...")
-        seconds["compile_s"] = compiling.warm_up(runner, job.prompts, job.max_new_tokens, job.sample)
+        seconds["compile_s"] = compiling.warm_up_aloud(runner, job)
     return runner, seconds
 
 

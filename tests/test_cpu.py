@@ -219,14 +219,18 @@ def test_rotation_writes_the_cache_as_models_does(B, K, G, S, H, R):
     rope, rows = (angles.cos(), angles.sin()), torch.arange(B)[:, None]
     caches = [[numbers(B, K, 12, H), numbers(B, K, 12, H)] for _ in range(2)]
     metadata = types.SimpleNamespace(rows=rows, positions=positions, mask=positions)
-    expected, _, _ = rotate_into_cache(q, k, v, rope, metadata, caches[0])
-    turned, _, _ = modules.decode_rotate(q, k, v, rope, metadata, caches[1])
+    expected, *plain = rotate_into_cache(q, k, v, rope, metadata, caches[0])
+    turned, _, _ = modules.fused_rotate(q, k, v, rope, metadata, caches[1])
+    uncached = modules.fused_rotate(q, k, v, rope, metadata, None)
+    assert torch.equal(uncached[0], turned)
+    for ours, theirs in zip(uncached[1:], plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)
     assert torch.equal(caches[0][1], caches[1][1]) and turned.shape == q.shape
     for ours, theirs in (turned, expected), (caches[1][0], caches[0][0]):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)
     with pytest.raises(IndexError, match="position 1. is not in a cache of 12"):
         metadata.positions = positions + 14 - positions.max()
-        modules.decode_rotate(q, k, v, rope, metadata, caches[1])
+        modules.fused_rotate(q, k, v, rope, metadata, caches[1])
 
 
 @pytest.mark.slow
@@ -318,6 +322,25 @@ def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant):
     net = generate.load_model(config, None, "float32", WORLD)
     assert net.layers[0].attention.attend is attend
     assert type(net.output) is (int_linear.QuantLinear if quant else torch.nn.Linear)
+
+
+def test_many_rows_are_multiplied_in_float32_where_nothing_else_is_fast(monkeypatch):
+    """With no compiler and no oneDNN for bfloat16; rows with a bias, in pieces of the weights."""
+    monkeypatch.setattr(modules, "is_built", lambda: False)
+    monkeypatch.setattr(skinny_gemm, "ONEDNN", False)
+    monkeypatch.setattr(skinny_gemm, "PIECE", 700)
+    config = dataclasses.replace(BASE, qkv_bias=True, mlp_bias=True)
+    net, (tokens, lengths) = random_model(config), unequal_rows(config)
+    reference = Reference(config, net.state_dict())
+    for weight in net.parameters():  # not .to(): the rope frequencies stay float32
+        weight.data = weight.data.bfloat16()
+    plain = last_logits(net, tokens, lengths)
+    modules.use_skinny_gemm(net)
+    assert type(net.output) is skinny_gemm.Float32Linear
+    logits = last_logits(net, tokens, lengths)
+    for row, length in enumerate(lengths):
+        expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
+        assert (logits[row] - expected).abs().mean() < 1.2 * (plain[row] - expected).abs().mean()
 
 
 def test_clones_compile_once(tmp_path, monkeypatch):

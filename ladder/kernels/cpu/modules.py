@@ -26,13 +26,16 @@ def decode_attend(q, k, v, mask, positions, window, score_cap):
     return y.transpose(2, 3).flatten(2, 3)
 
 
-def decode_rotate(q, k, v, rope, metadata, cache):
-    """Compute what model.rotate_into_cache does; of a few positions in one operator, unless the compiler makes one."""
-    few = cache is not None and rope and metadata.mask is not None and q.shape[3] <= FEW_POSITIONS
-    if not few or torch.compiler.is_compiling():
+def fused_rotate(q, k, v, rope, metadata, cache):
+    """Compute what model.rotate_into_cache does in one operator, unless the compiler makes one."""
+    if rope is None or rope[0].dtype != torch.float32 or torch.compiler.is_compiling():
         return rotate_into_cache(q, k, v, rope, metadata, cache)
-    k, v = k.squeeze(2), v.squeeze(2)
-    return torch.ops.ladder.rotate_into_cache(q, k, v, *rope, metadata.positions, *cache), None, None
+    (B, K, _, S, H), positions = k.shape, metadata.positions
+    if cache is None:
+        cache, positions = k.new_empty(2, B, K, S, H), torch.arange(S).expand(B, -1)
+    keys, values = cache
+    q = torch.ops.ladder.rotate_into_cache(q, k.squeeze(2), v.squeeze(2), *rope, positions, keys, values)
+    return q, keys[:, :, :S], values[:, :, :S]  # read only where a pass begins at position 0
 
 
 class SkinnyNorm(nn.RMSNorm):
@@ -94,6 +97,8 @@ def use_skinny_gemm(model):
         return
     if not is_built():
         use_kernels(model, "cpu")
+        if not skinny_gemm.ONEDNN:
+            swap(model, lambda _, m: skinny_gemm.Float32Linear(m) if type(m) is nn.Linear else None)
         return
     use_kernels(model, "skinny_gemm")
 
@@ -110,6 +115,6 @@ def use_skinny_gemm(model):
     swap(model, make)
     for name, module in model.named_modules():
         if type(module) is Attention and module.head_dim % 64 == 0 and not module.score_cap:
-            module.attend, module.rotate_into_cache = decode_attend, decode_rotate
+            module.attend, module.rotate_into_cache = decode_attend, fused_rotate
         elif name.endswith(".experts"):
             module.kernel = multiply_experts

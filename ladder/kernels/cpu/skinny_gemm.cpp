@@ -246,10 +246,10 @@ at::Tensor rotate_into_cache(
           fits(cosines, {B, 1, 1, S, R}) && fits(sines, {B, 1, 1, S, R}) && positions.sizes() == at::IntArrayRef({B, S}),
       "rotate_into_cache takes q (B, K, G, S, H), k, v (B, K, S, H), cos, sin (B, 1, 1, S, R / 2), a contiguous cache");
   const at::Tensor at = positions.contiguous(), cos = cosines.contiguous(), sin = sines.contiguous();
-  at::Tensor result = at::empty({B, K, S, G, H}, q.options());  // as decode_attention reads them
+  at::Tensor result = at::empty(q.sizes(), q.options());
   uint16_t *y = static_cast<uint16_t*>(result.data_ptr()), *k_to = static_cast<uint16_t*>(keys.data_ptr());
   uint16_t* v_to = static_cast<uint16_t*>(values.data_ptr());
-  for (int64_t i = 0; i < B * K * S; i++) {
+  auto turn_one = [&](int64_t i) {
     const int64_t s = i % S, h = i / S % K, b = i / S / K, position = at.const_data_ptr<int64_t>()[b * S + s];
     TORCH_CHECK_INDEX(0 <= position && position < T, "position ", position, " is not in a cache of ", T, " slots");
     const float *c = cos.const_data_ptr<float>() + (b * S + s) * R, *d = sin.const_data_ptr<float>() + (b * S + s) * R;
@@ -257,9 +257,12 @@ at::Tensor rotate_into_cache(
     turn(data(k) + b * k.stride(0) + h * k.stride(1) + s * k.stride(2), c, d, k_to + slot, R, H);
     std::memcpy(v_to + slot, data(v) + b * v.stride(0) + h * v.stride(1) + s * v.stride(2), H * sizeof(uint16_t));
     const uint16_t* from = data(q) + b * q.stride(0) + h * q.stride(1) + s * q.stride(3);
-    for (int64_t g = 0; g < G; g++) turn(from + g * q.stride(2), c, d, y + (i * G + g) * H, R, H);
-  }
-  return result.transpose(2, 3);
+    for (int64_t g = 0; g < G; g++) turn(from + g * q.stride(2), c, d, y + (((b * K + h) * G + g) * S + s) * H, R, H);
+  };
+  at::parallel_for(0, B * K * S, std::max<int64_t>(1, 32768 / ((G + 2) * H)), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) turn_one(i);
+  });
+  return result;
 }
 
 // The RMSNorm of the last dimension of x.

@@ -11,12 +11,13 @@ from ladder.errors import InputError
 from ladder.kernels import compilers
 from ladder.kernels.cpp import load_operators
 from ladder.kernels.huge_pages import empty_in_huge_pages
-from ladder.kernels.int_linear import add_bias, unpack
+from ladder.kernels.int_linear import PIECE, add_bias, unpack
 
 # up to so many rows of x skinny_gemm.cpp is faster (benchmarks/decode.md); without oneDNN's bfloat16 it always is
 ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" or (compilers.ON_ARM and "bf16" in compilers.features())
 FEW = 2**30 if not ONEDNN else 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
 FEW_INT = 96 if ONEDNN else 2**30  # than multiplying with floats made from the integers
+FEW_FLOATS = 8  # up to so many, PyTorch's bfloat16 kernels are no slower than its float32 ones, also without oneDNN
 PANELS = 64  # panels of 16 rows that are packed at a time, so that temporaries take a few MB
 
 
@@ -53,6 +54,16 @@ class SkinnyLinear(nn.Module):
         if x.numel() > FEW * x.shape[-1]:
             return F.linear(x, self.weight, self.bias)
         return add_bias(torch.ops.ladder.skinny_gemm(x, self.weight), self)
+
+
+class Float32Linear(SkinnyLinear):
+    """The same with PyTorch's kernels, of which those for many rows in bfloat16 are slow without oneDNN's."""
+
+    def forward(self, x):
+        if x.numel() <= FEW_FLOATS * x.shape[-1]:
+            return F.linear(x, self.weight, self.bias)
+        rows, pieces = x.float(), self.weight.split(max(1, PIECE // self.in_features))
+        return add_bias(torch.cat([F.linear(rows, piece.float()) for piece in pieces], -1).type_as(x), self)
 
 
 # ---- The kernel of int_linear.QuantLinear ----------------------------------------------------------------------------
