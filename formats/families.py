@@ -18,7 +18,7 @@ IGNORED = {  # do not change what a model computes
     "prefill_chunk_size", "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
     "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers.js_config", "transformers_version",
     "unsloth_fixed", "unsloth_version", "use_cache", "cache_implementation", "mamba_ssm_dtype", "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings",
+    "mtp_use_dedicated_embeddings", "quantization_config",
 }  # fmt: skip
 ONLY = {  # the one value that is computed of these, in families that do not list the key
     "attention_bias": False, "attention_out_bias": False, "mlp_bias": False, "attn_output_gate": True,

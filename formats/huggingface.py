@@ -291,4 +291,4 @@ class LlamaWeights:
         if self.rotary and re.search(r"\.[qk]_proj\.", name):
             tensor = unpaired(tensor, *self.rotary)
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
-        return tensor if factor == 1.0 else tensor.float() * factor
+        return tensor if factor == 1.0 or tensor.dtype == torch.uint8 else tensor.float() * factor
