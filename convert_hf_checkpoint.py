@@ -1,9 +1,11 @@
-"""Convert a Hugging Face folder or hub model, or a llama2.c file, into a checkpoint for generate.py.
+"""Convert a Hugging Face folder or hub model, a GGUF or a llama2.c file into a checkpoint for generate.py.
 
 python convert_hf_checkpoint.py meta-llama/Llama-3.2-1B --out checkpoints/1b
+python convert_hf_checkpoint.py SmolLM2-135M-Instruct.Q4_1.gguf --out checkpoints/smollm2
 python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out checkpoints/stories260K
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -14,18 +16,30 @@ import torch
 
 import tp
 from formats import checkpoint
-from formats.checkpoint import dtype_name, first_line
+from formats.checkpoint import dtype_name, first_line, read_json
 from formats.compare import TOKENIZER_FILES
 from formats.huggingface import LlamaWeights, config_from_hf, group, hf_names
+from formats.quantized import QuantizedWeights, dequantizing
 from formats.tokenizer import load_tokenizer
+from kernels.int_linear import dequantize
+from model import build
 from runtime import cli, launch, writing
 from runtime.errors import InputError, load_extra
 
+QUANTIZED = "tok_embeddings", "wqkv", "wqkvz", "wo", "wout", "w1", "w3", "w2", "output"  # what int4 is of
 
-def open_source(source, revision=None):
-    """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file."""
+
+def open_source(source, revision=None, with_tokenizer=True):
+    """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id, a GGUF or a llama2.c file."""
     path = Path(source)
     if os.path.isfile(path):
+        with open(path, "rb") as f:
+            is_gguf = path.suffix == ".gguf" or f.read(4) == b"GGUF"
+        if is_gguf:
+            from formats.gguf_file import open_gguf
+
+            tensors = open_gguf(path, with_tokenizer)
+            return open_folder(Path(tensors.folder.name), tensors)
         weights = load_extra("sources", f"the file {source}").Llama2cWeights(path)
         return weights, weights.config, None
     local = os.path.exists(path) or os.path.isdir(source.partition("/")[0])
@@ -33,8 +47,15 @@ def open_source(source, revision=None):
         path = download(source, revision)
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
+    return open_folder(path, checkpoint.Weights(path))
+
+
+def open_folder(path, tensors):
+    """Return what open_source does of a Hugging Face folder whose tensors are given."""
     config = config_from_hf(path / "config.json")
-    weights = LlamaWeights(checkpoint.Weights(path), path / "config.json", config)
+    tensors = dequantizing(tensors, read_json(path / "config.json"), path)
+    weights = LlamaWeights(tensors, path / "config.json", config)
+    weights.quantized = tensors if isinstance(tensors, QuantizedWeights) else None
     for tower, n in weights.skipped.items():
         print(f"left out: {n} tensors of {tower}, since only text is computed here")
     return weights, config, path
@@ -52,28 +73,64 @@ def download(repository, revision=None):
         raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None
 
 
+def keep_integers(config, available, group_size):
+    """Return the config with int4 for each kind of matrix that is integers in every layer: whose scales are available.
+
+    For example, if a w2 is not, all become floats.
+    """
+    stays = {}
+    for name in writing.shapes(config):
+        module, _, tensor = name.rpartition(".")
+        kind = module.rpartition(".")[2]
+        if tensor == "weight" and kind in QUANTIZED:
+            stays[kind] = stays.get(kind, True) and available.issuperset(hf_names(f"{module}.scales"))
+    kept = tuple(kind for kind in stays if not stays[kind])
+    int4 = {"quant": "int4", "group_size": group_size, "kept": kept}
+    return dataclasses.replace(config, **int4) if len(kept) < len(stays) else config
+
+
 def convert(source, config, folder, dtype, shard_bytes):
-    """Write our config.json and safetensors from a source's tensors, one shard in memory at a time."""
-    available, shapes = set(source.names()), writing.shapes(config)
+    """Write our config.json and safetensors from a source's tensors, one shard in memory at a time.
+
+    Returns the kinds of matrices, such as w2, that are integers in the source and were dequantized.
+    """
+    available, parameters = set(source.names()), dict(build(config).named_parameters())
+    shapes, dequantized = {name: tuple(w.shape) for name, w in parameters.items()}, []
+
+    def floats(name):
+        tensor, stem = source.read(name), name.removesuffix(".weight")
+        if f"{stem}.scales" not in available:
+            return tensor
+        return dequantize(tensor, source.read(f"{stem}.scales"), source.read(f"{stem}.zeros"))
+
     sources, head = {name: hf_names(name) for name in shapes}, hf_names("output.weight")
     if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
         sources["tok_embeddings.weight"] = head  # where some folders have the tied tensor
     both = [*sources["tok_embeddings.weight"], *head]
-    if config.tie_embeddings and available.issuperset(both) and not torch.equal(*map(source.read, both)):
+    if config.tie_embeddings and available.issuperset(both) and not torch.equal(*map(floats, both)):
         raise InputError(f"tie_word_embeddings is true, but {both[1]} is another tensor than {both[0]}")
     needed = {n for names in sources.values() for n in names}
+    for name, names in sources.items():
+        parts = {n.removesuffix("weight") + part for n in names for part in ("scales", "zeros")} & available - needed
+        if parts:
+            dequantized.append(name.split(".")[-2])
+            needed |= parts
     if missing := sorted(needed - available):
         raise InputError(f"the source has no tensor {missing[0]}")
-    unused = ["rotary_emb.inv_freq", *(head if config.tie_embeddings else [])]
+    heads = [f"lm_head.{part}" for part in ("weight", "scales", "zeros")]
+    unused = ["rotary_emb.inv_freq", *(heads if config.tie_embeddings else [])]
     if "ffn_norm" not in config.named_wiring.norms:  # a parallel block has one norm, attention_norm
         unused += ["post_attention_layernorm.weight", "post_attention_layernorm.bias"]
-    if extra := sorted(name for name in available - needed if not name.endswith(tuple(unused))):
+    extra = sorted(name for name in available - needed if not name.endswith(tuple(unused)))
+    extra = [name for name in extra if not name.endswith(".bias") or source.read(name).any()]  # AutoGPTQ adds zeros
+    if extra:
         raise InputError(f"the source has a tensor {extra[0]} that is no part of such a model")
 
     def read(name):
-        names, tensors = ", ".join(sources[name]), []
+        names, stored = ", ".join(sources[name]), own_dtype(name)
         try:
-            tensors += [source.read(n) for n in sources[name]]
+            stays = f"{name.rpartition('.')[0]}.scales" in shapes
+            tensors = [source.read(n) if stays else floats(n) for n in sources[name]]
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
         except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
             if launch.out_of_memory(e):
@@ -81,11 +138,19 @@ def convert(source, config, folder, dtype, shard_bytes):
             raise InputError(f"{names}: {first_line(e)}; the config makes it {shapes[name]}") from None
         if tensor.shape != shapes[name]:
             raise InputError(f"{names}: shape {tuple(tensor.shape)} does not make the {shapes[name]} of the config")
-        return tensor.to(dtype)
+        tensor = tensor.to(stored)
+        if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise InputError(f"{names}: NaN or infinite values in {dtype_name(stored)}")
+        return tensor
 
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    def own_dtype(name):
+        w = parameters[name]
+        return w.dtype if name.endswith((".scales", ".zeros")) or not w.is_floating_point() else dtype
+
+    sizes = {name: math.prod(shape) * own_dtype(name).itemsize for name, shape in shapes.items()}
     writing.write_weights(folder, sizes, read, shard_bytes)
     writing.write_config(folder, config)
+    return list(dict.fromkeys(dequantized))
 
 
 def check_lanes(config):
@@ -98,7 +163,9 @@ def check_lanes(config):
 
 def main(argv=None):
     p = cli.Parser(__doc__)
-    p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
+    words = "a Hugging Face folder, a hub id, a .gguf file, or a llama2.c .bin file"
+    p.add_argument("source", metavar="SOURCE", help=words)
+    p.add_argument("--to-float", action="store_true", help="dequantize 4-bit integers that could stay, to retrain them")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
     writing.add_output_flags(p, "checkpoints/1b")
@@ -106,15 +173,19 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
-    weights, own, folder = open_source(args.source, args.revision)
+    weights, own, folder = open_source(args.source, args.revision, with_tokenizer=not args.tokenizer)
+    quantized = getattr(weights, "quantized", None)
+    if quantized and quantized.group_size and not args.to_float:
+        own = keep_integers(own, set(weights.names()), quantized.group_size)
     config = cli.with_wiring(own, args)
     check_lanes(config)
     cli.warn_of_wiring(own, config, (1,))
     values = next((name for name in weights.names() if name.endswith(".v_proj.weight")), None)
     if values is None:
         raise InputError(f"{args.source} has no tensor v_proj.weight")
+    is_quantized = quantized and (quantized.group_size or quantized.floats)
     # LlamaWeights reads values in the source's own dtype
-    dtype = checkpoint.chosen_dtype(args.dtype, weights, values)
+    dtype = checkpoint.chosen_dtype(args.dtype or ("bfloat16" if is_quantized else None), weights, values)
     source = args.tokenizer or folder
     tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refused before the work
     with writing.new_folder(args.out) as out:
@@ -123,8 +194,12 @@ def main(argv=None):
             shutil.copyfile(args.tokenizer, out / name)
         elif folder is not None:
             writing.copy_tokenizer(folder, out)
-        convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
-    size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}"
+        dequantized = convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
+    if is_quantized and (dequantized or quantized.floats):
+        formats = [f"{count} of {name}" for name, count in quantized.floats.items()]
+        print(f"dequantized to {dtype_name(dtype)}: {', '.join(formats + [f'all of {name}' for name in dequantized])}")
+    form = f", int4 in groups of {config.group_size}" if config.quant else ""
+    size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}{form}"
     print(f"wrote {args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 
 

@@ -361,7 +361,7 @@ BAD_CONFIGS = [
     ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.5]}}, "rope type 'longrope' needs short_factor"),
     ({"rms_norm_eps": None}, "norm_eps is None but must be float above 0"),
     ({"model_type": "phi3", "rope_parameters": {**LONGROPE, "long_factor": [1.5]}}, "long_factor has 1 numbers, not 3"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is unknown: drop it from config.json if"),
+    ({"quantization": {"bits": 4}}, "quantization {'bits': 4} is unknown: drop it from config.json if"),
     ({"rope_parameters": {"mrope_section": [1, 2]}}, "mrope_section .1, 2. is unknown"),
     ({"model_type": "mistral3"}, "model_type is mistral3, but text_config is None"),
     ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, "model_type 'mamba' is not supported"),
@@ -407,7 +407,7 @@ BAD = {
     "no weights": (take_state, "has no model.safetensors"),
     "a lost shard": (lose_a_shard, "model-00001-of-00001.safetensors is missing, truncated"),
     "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),
-    "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.zeros(48)}), "q_proj.bias that is no part"),
+    "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.ones(48)}), "q_proj.bias that is no part"),
     "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),
 }  # fmt: skip
 
