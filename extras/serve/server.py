@@ -341,7 +341,9 @@ def main(argv=None):
         except OSError as e:
             raise InputError(f"--host {args.host} --port {args.port}: {e}") from None
     front = Front(args, Listener(fileno=listener.detach())) if listener else None
-    batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {args.context - 1} --checkpoint".split()
+    with world.together():
+        context = min(args.context, checkpoint.read_config(args.checkpoint).max_seq_len)
+    batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {max(1, context - 1)} --checkpoint".split()
     batch = vars(parse_generation_flags(None, [*batch, args.checkpoint])) | vars(args)
     job = Job(argparse.Namespace(**batch), world)  # as for such a batch
     if job.tokenizer is None:

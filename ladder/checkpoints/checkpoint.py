@@ -26,7 +26,7 @@ LARGEST_NUMBER = {int: 2**24, float: 1e30}  # in a config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LFS_POINTER = "version https://git-lfs."  # how a pointer begins, which stands for a file that is not pulled yet
 MERGE = "merge it: peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
-WRAPPERS = re.compile(r"^module\.|(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # in tensors' names
+WRAPPERS = re.compile(r"^module\.|(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.(module\.)?")  # in names
 RENAMED_FIELDS = {"sum_norms": "post_norms", "kept": "not_quantized"}  # fields of Config in older folders: now
 SAFETENSORS = "take the model's folder in Hugging Face's form, with config.json and model*.safetensors"
 OTHER_FORMATS = {  # {a file that is not read here: what it is, and what to do}
@@ -217,7 +217,7 @@ def chosen_dtype(name, weights, tensor="norm.weight"):
     that models do not compute in.
     """
     stored = weights.read(tensor).dtype if weights else torch.bfloat16
-    if stored.itemsize == 1:  # such as FP8, whose scales are not read
+    if stored.itemsize == 1 or not (name or stored.is_floating_point):  # such as FP8, whose scales are not read
         raise InputError(f"tensor {tensor} holds {dtype_name(stored)}: {UNQUANTIZED}")
     if not name and stored not in DTYPES.values():
         raise InputError(f"tensor {tensor} holds {dtype_name(stored)}: give --dtype, one of {', '.join(DTYPES)}")

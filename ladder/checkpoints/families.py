@@ -26,7 +26,7 @@ UNQUANTIZED = "quantized weights are not read: take the model's unquantized fold
 REMEDIES = {  # {a key that changes what a model computes, in transformers or in other engines: what to do about it}
     "attn_factor": "transformers does not read it: write attention_factor, attn_factor * (0.1 * ln(factor) + 1)",
     "dual_chunk_attention_config": "without it the model computes full attention, as in transformers: drop it",
-    "quantization_config": UNQUANTIZED, "compression_config": UNQUANTIZED,
+    "quantization_config": UNQUANTIZED, "compression_config": UNQUANTIZED, "quantization": UNQUANTIZED,
 }  # fmt: skip
 NESTED = {  # {model_type of a model with a tower for pictures: that of its text_config, if it has none}
     "mistral3": "mistral", "gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
