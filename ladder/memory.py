@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from ladder.layers import mixture
 from model import build
 from tp import set_parameter, shard_slices
 
@@ -75,7 +74,11 @@ def weight_bytes(model, tokens):
     How many these are is the mean. Of the embedding table a pass reads next to nothing.
     """
     config, weights = model.config, model.named_parameters(remove_duplicate=False)
-    chosen = mixture.chosen_share(config, tokens) if config.n_experts else 1
+    chosen = 1
+    if config.n_experts:
+        from ladder.layers.mixture import chosen_share
+
+        chosen = chosen_share(config, tokens)
     shares = ((name, weight.nbytes, chosen if ".experts." in name else 1) for name, weight in weights)
     return {name: n_bytes * share for name, n_bytes, share in shares if "tok_embeddings." not in name}
 

@@ -111,7 +111,7 @@ def _run(world, case, all_reduce):
 
 
 def _report(case, runs):
-    """Return the medians over the runs of a case, which README.md explains.
+    """Return the medians over the runs of a case, which extras/measure/README.md explains.
 
     For the limit, the time of the silent step is divided in proportion to the bytes of weights. The small sums of
     whole_qk_norm count as all-reduces.

@@ -37,7 +37,7 @@ def parse(argv):
     bench.add_flags(p)
     p.set_defaults(model="small", batch=[1], prompt_length=64)
     words = "measure the prefill in so many overlapping parts (default: 1), not a decode step; several need --eager"
-    p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
+    p.add_argument("--prefill", nargs="*", type=count, metavar="PARTS", help=words)
     p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: free; of {link.LINK_FORMS}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
     words = "measure for about S seconds, but at least three steps of each wiring over each link"

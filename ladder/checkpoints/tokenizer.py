@@ -6,7 +6,6 @@ import os
 import re
 from pathlib import Path
 
-from ladder.chat.rendering import render
 from ladder.errors import InputError, first_line
 
 TEMPLATE_FILES = "chat_template.jinja", "chat_template.json"
@@ -78,6 +77,8 @@ class Tokenizer:
 
         variables: {name: value} of further variables that the chat template reads.
         """
+        from ladder.chat.rendering import render  # late: it imports jinja2
+
         return self.encode_markup(render(self, messages, answer, variables))
 
 

@@ -109,7 +109,7 @@ def add_rank_flags(parser, sharded=False, comm=True):
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
     if comm:
         words = "how ranks sum\nauto: shared memory on CPUs of one node, else library\nlibrary: gloo or NCCL\n"
-        words += "others, such as one-shot: docs/collectives.md"
+        words += "shared-memory, one-shot: docs/collectives.md"
         parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
 
 

@@ -1,4 +1,4 @@
-"""Ranks watch one another: when one dies or hangs, all end, and one says which, why and where. See docs/watch.md."""
+"""Ranks watch one another: when one dies or hangs, all end, and one says which, why and where. docs/reliability.md."""
 
 import dataclasses
 import functools
