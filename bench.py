@@ -63,7 +63,7 @@ def make_cells(models, args, world):
     for (wiring, model), batch in itertools.product(models.items(), args.batch):
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt_length), generator=random).tolist()
         key = model.config.fixed_lanes, batch
-        caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + args.new_tokens)
+        caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + args.new_tokens, not args.eager)
         cells[wiring, batch] = generate.Runner(model, caches[key], not args.eager), prompts
     if args.eager:
         return cells
@@ -160,7 +160,7 @@ def add_flags(p):
     p.add_argument("--batch", type=count, nargs="+", metavar="B", help="batch sizes")
     p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
     p.add_argument("--prompt-length", type=count, metavar="N", help="random tokens of each row")
-    p.add_argument("--eager", action="store_true", help="do not compile: starts at once")
+    p.add_argument("--eager", action="store_true", help="do not compile: starts at once (bench.py on CPUs: as a rule)")
     flags.add_rank_flags(p)
     flags.add_json_flag(p, "a line for each cell")
 
@@ -171,12 +171,14 @@ def parse(argv):
     p = flags.Parser(__doc__)
     add_flags(p)
     names = ["standard", "ladder", "parallel-ladder", "upper-bound"]
+    p.add_argument("--compile", action="store_true", help="compile on CPUs, too: for minutes, for a few percent")
     p.set_defaults(model=size, batch=[1, 4, 16], wiring=names, prompt_length=length, json="bench.jsonl")
     tps = [tp for tp in (1, 2, 4, 8) if tp <= (gpus or cores)]
     p.add_argument("--tp", type=count, nargs="+", default=tps, metavar="N", help="numbers of ranks")
     p.add_argument("--new-tokens", type=number(int, 2), default=new, metavar="N", help="the first is the prefill's")
     p.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds, in which each cell generates once")
     args = p.parse_args(argv)
+    args.eager |= not args.compile and (args.device == "cpu" or not gpus)  # a CPU's kernels need no compiler
     _, config = flags.read_config(args)
     for wiring in args.wiring:
         for tp in args.tp:

@@ -66,7 +66,11 @@ def load_model(config, folder, dtype, world):
         dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)
         model = load_weights(config, weights, dtype, world.device, world.rank, world.shares)
     progress.at("preparation", timed=False)  # waiting for slower ranks is no hang
-    if config.quant:
+    if world.device.type == "cpu":
+        from ladder.kernels.cpu.decode_modules import use_skinny_gemm
+
+        use_skinny_gemm(model)
+    elif config.quant:
         from ladder.kernels.quant_kernels import use_kernels
 
         use_kernels(model, world.device.type)
@@ -278,7 +282,8 @@ def load(job):
     """Load what a Job asks for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
     args, world, start = job.args, job.world, time.perf_counter()
     model = load_model(job.config, args.checkpoint, args.dtype, world)
-    cache = make_cache(model, len(job.prompts), job.slots)  # the longest prompt and its new tokens, and the dummy slot
+    # the cache holds the longest prompt and its new tokens, and the dummy slot
+    cache = make_cache(model, len(job.prompts), job.slots, in_buckets=args.compile is not None)
     with world.together():
         runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
         runner.shows_progress = world.rank == 0
@@ -290,8 +295,7 @@ def load(job):
     if args.compile:
         from ladder.kernels import compiling
 
-        world.say("compiling ...")
-        seconds["compile_s"] = compiling.warm_up(runner, job.prompts, job.max_new_tokens, job.sample)
+        seconds["compile_s"] = compiling.warm_up_aloud(runner, job)
     return runner, seconds
 
 

@@ -344,6 +344,20 @@ def attend(q, k, v, mask, positions, window, score_cap):
     return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)
 
 
+def rotate_into_cache(q, k, v, rope, metadata, cache):
+    """Turn queries q (B, K, G, S, H) and keys by their positions, and write keys and values to the cache.
+
+    k, v (B, K, 1, S, H). rope: (cos, sin), or None. Returns (q, k, v), the last two (B, K, S, H).
+    """
+    if rope:
+        q, k = rotate(q, *rope), rotate(k, *rope)
+    k, v = k.squeeze(2), v.squeeze(2)
+    if cache is not None:
+        cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)  # (B, S, K, H)
+        cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
+    return q, k, v
+
+
 class Attention(nn.Module):
     """Grouped-query attention.
 
@@ -366,7 +380,7 @@ class Attention(nn.Module):
             make_norm = NORMS[config.norm]
             self.q_norm = make_norm(N * H if self.whole_norm else H, config.norm_eps)
             self.k_norm = make_norm(K * H if self.whole_norm else H, config.norm_eps)
-        self.attend = attend  # --compile may choose another kernel
+        self.attend, self.rotate_into_cache = attend, rotate_into_cache  # there may be faster kernels
 
     @property
     def n_kv_heads(self):  # wqkv has N (1 + gates) + 2 K heads, wo has N
@@ -384,15 +398,10 @@ class Attention(nn.Module):
         q, k, v = qkv.tensor_split((-2, -1), dim=2)  # of a KV head: G query heads (and gates), its key, its value
         q, gate = (q[:, :, ::2], q[:, :, 1::2]) if self.gates else (q, None)
         q, k = norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
-        if self.rotates:
-            rope = metadata.window_rope if self.window else metadata.rope
-            q, k = rotate(q, *rope), rotate(k, *rope)
-        k, v = k.squeeze(2), v.squeeze(2)  # (B, K, S, H)
+        rope = None if not self.rotates else metadata.window_rope if self.window else metadata.rope
+        q, k, v = self.rotate_into_cache(q, k, v, rope, metadata, cache)
         if metadata.query_scale is not None:
             q = (q * metadata.query_scale).type_as(q)
-        if cache is not None:
-            cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)  # (B, S, K, H)
-            cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
         mask = metadata.window_mask if self.window else metadata.mask
         # both ways return their numbers in the order of q
         if mask is None:  # causal, no earlier keys, no score_cap: see attention_metadata

@@ -1,9 +1,11 @@
 """skinny_gemm.cpp against float64, its compilation, the memory of loading."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -15,13 +17,16 @@ import torch.nn.functional as F
 from helpers import BASE, ROOT, last_logits, random_model, unequal_rows
 from reference import Reference
 from safetensors.torch import save_file
-from test_quantize import CASES, check_model, integers
+from test_quantize import CASES, INT8, check_model, integers
 
+import generate
 from ladder.checkpoints import checkpoint
-from ladder.errors import InputError
 from ladder.kernels import compilers, compiling, cpp, quant_linear
 from ladder.kernels.cpu import decode_modules, skinny_gemm
-from model import attend
+from ladder.ranks.world import World
+from model import attend, rotate_into_cache
+
+WORLD = World(0, 1, torch.device("cpu"))
 
 
 def numbers(*shape):
@@ -120,6 +125,7 @@ def packed(*shape):
 
 INT4, IDS = packed(1, 2, 5), zeros(3, 2, dtype=torch.int64)  # 16 rows of 64 columns in groups of 32
 Q, CACHE, EXPERT = zeros(3, 2, 1, 1, 64), zeros(3, 2, 9, 64), zeros(4, 8, 8)
+ROPE = torch.zeros(3, 1, 1, 1, 32)
 MISFITS = [
     ("skinny_gemm", zeros(2, 9), zeros(4, 8)),
     ("skinny_gemm", zeros(2, 0), zeros(4, 0)),
@@ -147,6 +153,12 @@ MISFITS = [
     ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9),
     ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9),
     ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9),
+    ("rms_norm", zeros(3, 64), zeros(65)),
+    ("rms_norm", zeros(3, 64).float(), zeros(64)),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE[..., :30], ROPE, IDS[:, :1], CACHE, CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE.double(), ROPE, IDS[:, :1], CACHE, CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1] - 1, CACHE, CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1], CACHE[:2], CACHE),
     ("decode_attention", Q[..., :32], CACHE[..., :32].contiguous(), CACHE[..., :32].contiguous(), IDS[:, :1], 9),
 ]
 
@@ -154,7 +166,7 @@ MISFITS = [
 def test_what_would_be_read_beyond_a_tensor_is_refused():
     skinny_gemm.build()
     for name, *arguments in MISFITS:
-        with pytest.raises(RuntimeError):
+        with pytest.raises((RuntimeError, IndexError)):
             getattr(torch.ops.ladder, name)(*arguments)
 
 
@@ -184,6 +196,41 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
         exact = attention(q, keys, values, positions, window)
         assert y.shape == q.shape and y.dtype == torch.bfloat16
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * max(1, scale / 10)).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2, 576), (5, 33)])
+def test_a_norm_is_exact_up_to_the_last_rounding(shape, threads):
+    skinny_gemm.build()
+    x, weight = numbers(*shape), numbers(shape[-1])
+    x.view(-1, shape[-1])[-1] *= 100
+    y = torch.ops.ladder.rms_norm(x.transpose(0, -2), weight, 1e-5).transpose(0, -2)
+    exact = F.rms_norm(x.double(), weight.shape, weight.double(), 1e-5)
+    assert y.dtype == torch.bfloat16 and ((y.double() - exact).abs() <= (2**-8 + 1e-6) * exact.abs()).all()
+
+
+@pytest.mark.parametrize("B, K, G, S, H, R", [(1, 1, 1, 1, 64, 32), (3, 2, 3, 2, 64, 9), (2, 2, 1, 5, 128, 64)])
+def test_rotation_writes_the_cache_as_models_does(B, K, G, S, H, R):
+    """Rows at unequal positions; bit by bit but where a sum is rounded twice."""
+    skinny_gemm.build()
+    qkv = numbers(B, S, K, G + 2, H).permute(0, 2, 3, 1, 4)  # views into wqkv's output
+    q, k, v = qkv.tensor_split((-2, -1), dim=2)
+    positions = torch.tensor([[3 * b + s for s in range(S)] for b in range(B)])
+    angles = (positions[..., None] * torch.linspace(0.1, 2, R))[:, None, None]
+    rope, rows = (angles.cos(), angles.sin()), torch.arange(B)[:, None]
+    caches = [[numbers(B, K, 12, H), numbers(B, K, 12, H)] for _ in range(2)]
+    metadata = types.SimpleNamespace(rows=rows, positions=positions, mask=positions)
+    expected, *plain = rotate_into_cache(q, k, v, rope, metadata, caches[0])
+    turned, _, _ = decode_modules.fused_rotate(q, k, v, rope, metadata, caches[1])
+    uncached = decode_modules.fused_rotate(q, k, v, rope, metadata, None)
+    assert torch.equal(uncached[0], turned)
+    for ours, theirs in zip(uncached[1:], plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)
+    assert torch.equal(caches[0][1], caches[1][1]) and turned.shape == q.shape
+    for ours, theirs in (turned, expected), (caches[1][0], caches[0][0]):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)
+    with pytest.raises(IndexError, match="position 1. is not in a cache of 12"):
+        metadata.positions = positions + 14 - positions.max()
+        decode_modules.fused_rotate(q, k, v, rope, metadata, caches[1])
 
 
 @pytest.mark.slow
@@ -237,23 +284,63 @@ def test_attention_in_a_window_without_a_cache():
 
 
 UNBUILT = [
-    ({"CXX": "g++ -O1"}, "--compile needs a C.. compiler: .* no options: 'g.. -O1'"),
+    ({"CXX": "g++ -O1"}, "skinny_gemm.cpp needs a C.. compiler: .* no options: 'g.. -O1'"),
     ({"CXX": "false"}, "false cannot compile skinny_gemm.cpp: it ends with code 1"),
-    ({"XDG_CACHE_HOME": ""}, "--compile: no home folder to keep compiled code in: name a folder in .XDG_CACHE_HOME"),
+    ({"XDG_CACHE_HOME": ""}, "skinny_gemm.cpp: no home folder to keep compiled code in: name a folder in .XDG_CACHE"),
     ({"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
 ]
 
 
 @pytest.mark.parametrize("environment, message", UNBUILT, ids=str)
-def test_what_cannot_be_built_is_one_clear_line(environment, message, tmp_path, monkeypatch):
+def test_without_what_cannot_be_built_pytorchs_kernels_run_and_one_line_says_why(
+    environment, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(decode_modules, "is_built", functools.cache(decode_modules.is_built.__wrapped__))
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
     monkeypatch.delenv("HOME", raising=False)
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=message) as error:
-        compiling.use_decode_kernels(random_model(BASE).bfloat16())
-    assert "\n" not in str(error.value) and list(tmp_path.rglob("*.so")) == []
+    for _ in range(2):  # models
+        net = generate.load_model(INT8, None, "bfloat16", WORLD)
+        assert net.output.kernel is quant_linear.multiply_int8
+    assert re.fullmatch("(compiling .*\n)?" + message + ".*: PyTorch's kernels, slower\n", capsys.readouterr().err)
+    assert list(tmp_path.rglob("*.so")) == []
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant):
+    """Its packed integers replace those that were loaded; in other dtypes there are no such kernels."""
+    config = dataclasses.replace(
+        BASE, head_dim=64, dim=64, intermediate_size=96, quant=quant, group_size=32 if quant == "int4" else None
+    )
+    net = generate.load_model(config, None, "bfloat16", WORLD)
+    linears = [m for m in net.modules() if hasattr(m, "in_features") and type(m) is not quant_linear.QuantEmbedding]
+    assert all(block.attention.attend is decode_modules.decode_attend for block in net.layers)
+    assert all(getattr(m, "kernel", None) is skinny_gemm.multiply and m.scales is None for m in linears) == bool(quant)
+    assert {type(m) for m in linears} == {quant_linear.QuantLinear if quant else skinny_gemm.SkinnyLinear}
+    net = generate.load_model(config, None, "float32", WORLD)
+    assert net.layers[0].attention.attend is attend
+    assert type(net.output) is (quant_linear.QuantLinear if quant else torch.nn.Linear)
+
+
+def test_many_rows_are_multiplied_in_float32_where_nothing_else_is_fast(monkeypatch):
+    """With no compiler and no oneDNN for bfloat16; rows with a bias, in pieces of the weights."""
+    monkeypatch.setattr(decode_modules, "is_built", lambda: False)
+    monkeypatch.setattr(skinny_gemm, "HAS_ONEDNN_BF16", False)
+    monkeypatch.setattr(skinny_gemm, "DEQUANTIZED_AT_ONCE", 700)
+    config = dataclasses.replace(BASE, qkv_bias=True, mlp_bias=True)
+    net, (tokens, lengths) = random_model(config), unequal_rows(config)
+    reference = Reference(config, net.state_dict())
+    for weight in net.parameters():  # not .to(): the rope frequencies stay float32
+        weight.data = weight.data.bfloat16()
+    plain = last_logits(net, tokens, lengths)
+    decode_modules.use_skinny_gemm(net)
+    assert type(net.output) is skinny_gemm.Float32Linear
+    logits = last_logits(net, tokens, lengths)
+    for row, length in enumerate(lengths):
+        expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
+        assert (logits[row] - expected).abs().mean() < 1.2 * (plain[row] - expected).abs().mean()
 
 
 def test_clones_compile_once(tmp_path, monkeypatch):
@@ -267,7 +354,7 @@ def test_clones_compile_once(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(value))
     shutil.copytree(ROOT / "ladder/kernels/cpu", tmp_path / "clone")
     for folder in ROOT / "ladder/kernels/cpu", tmp_path / "clone":
-        cpp.load_operators(folder / "skinny_gemm.cpp", "--compile")
+        cpp.load_operators(folder / "skinny_gemm.cpp", "skinny_gemm.cpp")
     assert loaded == ["library\n"] * 2 and (tmp_path / "calls").read_text() == "\n"
 
 
@@ -320,6 +407,8 @@ def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
 def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.setattr(compilers, "ON_ARM", False)
+    monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
+    monkeypatch.setattr(decode_modules, "is_built", functools.cache(decode_modules.is_built.__wrapped__))
     net, (tokens, lengths) = random_model(BASE).bfloat16(), unequal_rows(BASE)
     kinds, plain = {type(m) for m in net.modules()}, last_logits(net, tokens, lengths)
     compiling.use_decode_kernels(net)

@@ -30,7 +30,7 @@ from generate import Runner
 from ladder.checkpoints import checkpoint, sizes
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line.prompts import read_prompts
-from ladder.decoding.batch import Sampler
+from ladder.decoding.batch import Sampler, make_cache, round_up
 from ladder.errors import InputError
 from ladder.ranks.world import World
 
@@ -480,6 +480,35 @@ def test_an_overflow_of_float16_is_named(tmp_path):
     with pytest.raises(InputError, match="loss of nan .* in float16: .*--dtype"):
         eval.check_finite(torch.nan, str(tmp_path), model)
     assert eval.check_finite(1.5, str(tmp_path), model) == 1.5
+
+
+@pytest.mark.parametrize("changes, limit", [
+    ({}, 5000), ({"rope_scaling": helpers.YARN | {"original_max_position_embeddings": 1300}}, 1300),
+])  # fmt: skip
+def test_slots_of_a_cache_are_rounded_up_to_few_numbers(changes, limit):
+    """Never across the context, nor the one before rope_scaling, by which longrope chooses its factors."""
+    config = dataclasses.replace(BASE, max_seq_len=5000, **changes)
+    sizes = [round_up(length, config) for length in range(1, 5001)]
+    assert {*sizes} == {256, 512, 1024, 1536, 2048, 3072, 4096, 5000, limit}
+    assert all(length <= size and (length > limit or size <= limit) for length, size in enumerate(sizes, start=1))
+
+
+def test_a_prompt_of_another_length_compiles_nothing(monkeypatch):
+    """The second also has a cache, a Runner and a torch.compile of its own, as in another call of complete()."""
+    graphs, compile = [], torch.compile
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda model, fullgraph, **_: compile(model, backend=count, dynamic=False))
+    torch._dynamo.reset()
+    net, greedy = random_model(BASE), Sampler(0)
+    for prompt in [3, 4, 5], [6, 7, 8, 9, 10, 11, 12]:
+        cache = make_cache(net, 1, len(prompt) + 4, in_buckets=True)
+        rows = generate.generate(Runner(net, cache, compile=True), [prompt], 4, greedy).rows
+        assert rows == generate.generate(Runner(net, make_cache(net, 1, 12)), [prompt], 4, greedy).rows
+    assert len(graphs) == 1
 
 
 def twice(world, compile):

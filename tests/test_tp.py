@@ -21,12 +21,14 @@ from helpers import (
     run_ranks,
     shard,
     unequal_rows,
+    write_model,
 )
 from reference import Reference
 
+import generate
 import tp
 from ladder.errors import InputError
-from ladder.kernels import compiling
+from ladder.kernels.cpu import skinny_gemm
 from ladder.ranks import launch, meeting, watch
 from ladder.ranks.world import choose_device
 from model import VOCAB_BLOCK
@@ -217,23 +219,28 @@ def test_compiled_ranks_compute_it_over_gloo_too():
     check_ranks(2, [{**WIRED[1], **UNEVEN}], load=over_gloo, compile=True)
 
 
-def bfloat16_logits(world, config, compile):
-    """Return this rank's logits, plain and with skinny_gemm.cpp, which --compile takes."""
-    nets = [shard(config, world, torch.bfloat16) for _ in range(2)]
-    compiling.use_decode_kernels(nets[1])
+def bfloat16_logits(world, config, folder, compile):
+    """Return this rank's logits, plain and with skinny_gemm.cpp, as generate.py loads the model."""
+    nets = [shard(config, world, torch.bfloat16), generate.load_model(config, folder, "bfloat16", world)]
+    assert type(nets[1].output) is skinny_gemm.SkinnyLinear
     return [last_logits(net, *unequal_rows(config), compile=c) for net, c in zip(nets, (False, compile), strict=True)]
 
 
-FEW_ROWS = [(tp_size, {"wiring": "ladder", "n_layers": 2}, False) for tp_size in (2, 3, 4)]
+FEW_ROWS = [(tp_size, {"wiring": "ladder", "n_layers": 2}, False) for tp_size in (1, 2, 3)]
+FEW_ROWS += [pytest.param(4, {"wiring": "ladder", "n_layers": 2}, False, marks=pytest.mark.slow)]
 FEW_ROWS += [(2, changes, False) for changes in OTHERS[1:8:2]]
 FEW_ROWS += [pytest.param(2, {"wiring": "parallel", "n_layers": 2}, True, marks=pytest.mark.slow)]
 FEW_ROWS += [pytest.param(3, changes, True, marks=pytest.mark.slow) for changes in (FEW_ROWS[0][1], OTHERS[1])]
 
 
 @pytest.mark.parametrize("tp_size, changes, compile", FEW_ROWS)
-def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compile):
+def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compile, tmp_path):
     config = dataclasses.replace(BASE, **{**UNEVEN, **changes, "head_dim": 64})  # for its decode_attention
-    ranks = run_ranks(tp_size, bfloat16_logits, config, compile)
+    write_model(tmp_path, config, random_model(config).state_dict(), torch.bfloat16)
+    if tp_size == 1:
+        ranks = [bfloat16_logits(launch.World(0, 1, torch.device("cpu")), config, str(tmp_path), compile)]
+    else:
+        ranks = run_ranks(tp_size, bfloat16_logits, config, str(tmp_path), compile)
     plain, fast = ranks[0]
     assert all(torch.equal(other[1], fast) for other in ranks)
     expected = expected_logits(config, tp_size)

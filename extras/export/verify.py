@@ -12,6 +12,7 @@ from ladder.checkpoints.families import NESTED
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
+from ladder.kernels.cpu.decode_modules import use_skinny_gemm
 from ladder.ranks import launch
 from tp import load_shard
 
@@ -62,7 +63,9 @@ def main(argv=None):
     ids = torch.tensor([ids[: min(N_TOKENS, config.max_seq_len)]])
     how = {"attn_implementation": "eager"} if config.score_cap else {}  # PyTorch's attention would ignore the cap
     theirs = expected(folder, ids, dtype, args.trust_remote_code, **how)
-    ours = load_shard(config, weights, dtype, "cpu")(ids)[0].float()
+    model = load_shard(config, weights, dtype, "cpu")
+    use_skinny_gemm(model)  # as generate.py does
+    ours = model(ids)[0].float()
     apart, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     here, there = (logits[-1].argmax().item() for logits in (ours, theirs))
     result = f"logits of {len(theirs)} tokens in {dtype_name(dtype)} by up to {apart:.2g}; the largest is {largest:.3g}"

@@ -29,7 +29,7 @@ def parse_generation_flags(description, argv=None):
     p = Parser(description)
     g = p.add_argument_group("model")
     add_model_flags(g, required=True)
-    words = 'torch.compile the decode step, with "all" the prefill too; needs a C++ compiler'
+    words = 'torch.compile the decode step, with "all" the prefill too; on a CPU it takes a minute and gains a little'
     g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
     add_rank_flags(g, sharded=True)
     add_wiring_flags(p)

@@ -6,6 +6,7 @@ Shape letters: B batch, S sequence, V vocabulary, v this rank's part of it.
 import torch
 
 from ladder.errors import InputError
+from ladder.layers.rope_scaling import ORIGINAL_CONTEXT
 from model import VOCAB_BLOCK, SingleDevice
 
 BUCKET = 256  # the slots of a GPU's cache are a multiple of it
@@ -29,15 +30,29 @@ def last_tokens(sequences, device):
 
 
 def make_cache(model, batch, length, in_buckets=False):
-    """Return a cache for rows of up to `length` tokens. in_buckets: round up to whole buckets, as always on a GPU.
+    """Return a cache for rows of up to `length` tokens, and a dummy slot behind them that no step reads.
 
-    One more slot is a dummy slot, which no step reads. So a step never reads all slots; the compiler would make another
-    graph for that. longrope chooses its factors by the number of the other slots. BUCKET divides its original context,
-    so that rounding up does not cross it.
+    in_buckets: round up the number of slots, as on a GPU always, so that what was compiled for one prompt serves the
+    next. The dummy slot keeps a step from reading all slots, for which the compiler would make another graph. longrope
+    chooses its factors by the number of the other slots; so rounding up never crosses its original context, which
+    BUCKET divides.
     """
-    if in_buckets or model.device.type != "cpu":
+    if model.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET
+    elif in_buckets:
+        length = round_up(length, model.config)
     return model.new_cache(batch, length + 1)
+
+
+def round_up(length, config):
+    """Return the least of 256, 512, 1024, 1536, 2048, 3072, 4096, ... from `length` on, at most a Config's context.
+
+    It does not cross the context before rope_scaling extended that, either.
+    """
+    power = max(BUCKET, 2 ** (length - 1).bit_length())
+    unit = power if power <= 1024 else power // 4
+    contexts = (config.rope_scaling or {}).get(ORIGINAL_CONTEXT, 0), config.max_seq_len
+    return min([-(-length // unit) * unit, *(context for context in contexts if context >= length)])
 
 
 class Sampler:

@@ -4,7 +4,9 @@ Shape letters: model.py.
 """
 
 import contextlib
+import copy
 import gc
+import math
 import time
 
 import torch
@@ -65,10 +67,7 @@ def split_attend(q, k, v, mask, positions, window, score_cap):
 
 
 def use_decode_kernels(model):
-    """Let a model use kernels for a decode step, on a CPU those of ladder/kernels/cpu.
-
-    Raises InputError when these cannot be compiled.
-    """
+    """Let a model use kernels for a decode step, on a CPU those of ladder/kernels/cpu."""
     if model.device.type == "cpu":
         decode_modules.use_skinny_gemm(model)
         return
@@ -80,7 +79,7 @@ def use_decode_kernels(model):
 def compiled(model, decode, prefill):
     """Return (the model for decode steps, the model for the prefill), each compiled if asked for.
 
-    Raises InputError as prepare() and use_decode_kernels() do.
+    Raises InputError as prepare() does.
     """
     prepare(model.device)
     prefill_model = torch.compile(model, fullgraph=True) if prefill else model
@@ -158,3 +157,32 @@ def warm_up(runner, prompts, max_new_tokens, sample):
                 runner.new_step()(sequences, None, sample)
     sample.generator.set_state(state)
     return time.perf_counter() - start
+
+
+def warm_up_aloud(runner, job):
+    """Do what warm_up does for a Job, and say about how long it will take and, at the end, what it gains."""
+    say, layers, model = job.world.say, job.config.n_layers, runner.model
+    on_cpu = runner.device.type == "cpu"
+    about = f", about {5 + 1.3 * layers:.0f} s of a core and less if it was compiled before" * on_cpu
+    say(f"compiling {layers} layers{about} ...")
+    seconds = warm_up(runner, job.prompts, job.max_new_tokens, job.sample)
+    text = f"compiled in {seconds:.1f} s"
+    if on_cpu and not runner.draft and runner.compiles:
+        before, after = (1e3 * step_seconds(runner, job.prompts, way) for way in (model, runner.decode_model))
+        tokens = math.ceil(1e3 * seconds / max(before - after, 1e-3))
+        gain = f"that pays off after {tokens:,} tokens" if after < before else "no gain"
+        text += f"; a token takes {after:.1f} ms instead of {before:.1f}: {gain}"
+    say(text)
+    return seconds
+
+
+@torch.inference_mode()
+def step_seconds(runner, prompts, decode_model):
+    """Return the seconds that a greedy decode step after the prompts takes with this model, the least of three."""
+    runner, times = copy.copy(runner), []
+    runner.decode_model = decode_model
+    for _ in range(3):
+        start = time.perf_counter()
+        runner.step([[*prompt, 0] for prompt in prompts], None, Sampler(0))
+        times.append(time.perf_counter() - start)
+    return min(times)

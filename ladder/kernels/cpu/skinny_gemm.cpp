@@ -232,6 +232,53 @@ at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int6
 // ---------------------------------------------------------------------------------------------------------------------
 // Attention of a few new positions in each row of a batch
 
+// Turn queries q (B, K, G, S, H) and keys k (B, K, S, H) at positions (B, S) by cos, sin (B, 1, 1, S, R / 2), as
+// attention_inputs.rotate does, and write keys and values v to the cache (B, K, T, H). Returns the queries.
+at::Tensor rotate_into_cache(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cosines, const at::Tensor& sines,
+    const at::Tensor& positions, const at::Tensor& keys, const at::Tensor& values) {
+  const int64_t B = q.size(0), K = q.size(1), G = q.size(2), S = q.size(3), H = q.size(4), T = keys.size(2);
+  const int64_t R = cosines.size(-1);
+  auto fits = [](const at::Tensor& t, at::IntArrayRef shape) { return t.sizes() == shape && t.stride(-1) == 1; };
+  TORCH_CHECK(
+      q.stride(-1) == 1 && fits(k, {B, K, S, H}) && fits(v, {B, K, S, H}) && fits(keys, {B, K, T, H}) &&
+          fits(values, {B, K, T, H}) && keys.is_contiguous() && values.is_contiguous() && 2 * R <= H &&
+          fits(cosines, {B, 1, 1, S, R}) && fits(sines, {B, 1, 1, S, R}) && positions.sizes() == at::IntArrayRef({B, S}),
+      "rotate_into_cache takes q (B, K, G, S, H), k, v (B, K, S, H), cos, sin (B, 1, 1, S, R / 2), a contiguous cache");
+  const at::Tensor at = positions.contiguous(), cos = cosines.contiguous(), sin = sines.contiguous();
+  at::Tensor result = at::empty(q.sizes(), q.options());
+  uint16_t *y = static_cast<uint16_t*>(result.data_ptr()), *k_to = static_cast<uint16_t*>(keys.data_ptr());
+  uint16_t* v_to = static_cast<uint16_t*>(values.data_ptr());
+  auto turn_one = [&](int64_t i) {
+    const int64_t s = i % S, h = i / S % K, b = i / S / K, position = at.const_data_ptr<int64_t>()[b * S + s];
+    TORCH_CHECK_INDEX(0 <= position && position < T, "position ", position, " is not in a cache of ", T, " slots");
+    const float *c = cos.const_data_ptr<float>() + (b * S + s) * R, *d = sin.const_data_ptr<float>() + (b * S + s) * R;
+    const int64_t slot = ((b * K + h) * T + position) * H;
+    turn(data(k) + b * k.stride(0) + h * k.stride(1) + s * k.stride(2), c, d, k_to + slot, R, H);
+    std::memcpy(v_to + slot, data(v) + b * v.stride(0) + h * v.stride(1) + s * v.stride(2), H * sizeof(uint16_t));
+    const uint16_t* from = data(q) + b * q.stride(0) + h * q.stride(1) + s * q.stride(3);
+    for (int64_t g = 0; g < G; g++) turn(from + g * q.stride(2), c, d, y + (((b * K + h) * G + g) * S + s) * H, R, H);
+  };
+  at::parallel_for(0, B * K * S, std::max<int64_t>(1, 32768 / ((G + 2) * H)), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) turn_one(i);
+  });
+  return result;
+}
+
+// The RMSNorm of the last dimension of x.
+at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps) {
+  const int64_t D = weight.numel();
+  TORCH_CHECK(D > 0 && input.size(-1) == D && weight.is_contiguous(), "rms_norm takes x (..., D) and weight (D)");
+  const at::Tensor rows = input.contiguous();
+  at::Tensor result = at::empty(rows.sizes(), rows.options());
+  const uint16_t *x = data(rows), *w = data(weight);
+  uint16_t* y = static_cast<uint16_t*>(result.data_ptr());
+  at::parallel_for(0, rows.numel() / D, std::max<int64_t>(1, 32768 / D), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++) norm(x + m * D, w, y + m * D, D, eps);
+  });
+  return result;
+}
+
 // q (B, K, S, G, H) at positions (B, S) over the cached keys and values (B, K, T, H): each over the last `window` of them
 // up to its own position.
 at::Tensor decode_attention(
@@ -275,6 +322,11 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
   };
   define("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window)", decode_attention);
   define("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward_int);
+  define("rms_norm(Tensor x, Tensor weight, float eps)", rms_norm);
+  define(
+      "rotate_into_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, "
+      "Tensor(b!) values)",
+      rotate_into_cache);
   define("skinny_gemm(Tensor x, Tensor weight)", skinny_gemm);
   define(
       "skinny_gemm_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int I, int D, int[] bits)",

@@ -357,6 +357,33 @@ void dequantize(const Integers& W, uint16_t* y, int64_t from, int64_t to) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// What is small beside the products, and many operators in PyTorch
+
+// y = weight x / sqrt(mean(x^2) + eps), of D numbers.
+inline void norm(const uint16_t* x, const uint16_t* weight, uint16_t* y, int64_t D, float eps) {
+  Sums squares = {};
+  for (int64_t i = 0; i < D; i += kLanes) {
+    const Sums here = load_floats(x + i, D - i);
+    squares += here * here;
+  }
+  const float scale = 1 / std::sqrt(total(squares) / D + eps);
+  for (int64_t i = 0; i < D; i += kLanes) {
+    store(load_floats(x + i, D - i) * scale * load_floats(weight + i, D - i), y + i, D - i);
+  }
+}
+
+// y = x with each pair (i, i + R) of its first 2 R numbers turned by its angle; H numbers in all.
+inline void turn(const uint16_t* x, const float* cos, const float* sin, uint16_t* y, int64_t R, int64_t H) {
+  for (int64_t i = 0; i < R; i += kLanes) {
+    const int64_t n = std::min<int64_t>(R - i, kLanes);
+    const Sums a = load_floats(x + i, n), b = load_floats(x + R + i, n), c = load<Sums>(cos + i, n), s = load<Sums>(sin + i, n);
+    store(a * c - b * s, y + i, n);
+    store(b * c + a * s, y + R + i, n);
+  }
+  std::memcpy(y + 2 * R, x + 2 * R, (H - 2 * R) * sizeof(uint16_t));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Attention of a few new positions in each row of a batch
 
 constexpr int64_t kAhead = 32;  // keys or values that the processor is told to fetch in advance

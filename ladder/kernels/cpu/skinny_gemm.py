@@ -10,10 +10,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ladder.errors import InputError
 from ladder.kernels import compilers
 from ladder.kernels.cpp import load_operators
 from ladder.kernels.huge_pages import empty_in_huge_pages
-from ladder.kernels.quant_linear import add_bias, unpack
+from ladder.kernels.quant_linear import DEQUANTIZED_AT_ONCE, add_bias, unpack
 
 # Up to so many rows of x skinny_gemm.cpp is faster (benchmarks/decode.md): than oneDNN and, for integers, than floats
 # made of them. Where oneDNN has no bfloat16, it always is.
@@ -21,6 +22,7 @@ _ARM_BF16 = compilers.ON_ARM and "bf16" in compilers.features()
 HAS_ONEDNN_BF16 = torch.backends.cpu.get_cpu_capability() == "AVX512" or _ARM_BF16
 SKINNY_ROWS = 2**30 if not HAS_ONEDNN_BF16 else 7 if torch.cpu._is_amx_tile_supported() else 24
 SKINNY_INT_ROWS = 96 if HAS_ONEDNN_BF16 else 2**30
+FEW_FLOATS = 8  # up to so many rows, PyTorch's own bfloat16 is as fast as its float32, even without oneDNN
 PANELS_AT_ONCE = 64  # panels of 16 rows that are packed at a time, so that temporaries take a few MB
 
 
@@ -28,9 +30,11 @@ def build():
     """Load the operators of skinny_gemm.cpp, compiled if need be. Raises InputError if they cannot be compiled."""
     if hasattr(torch.ops.ladder, "skinny_gemm"):
         return
+    if compilers.instruction_set() == "plain":
+        raise InputError("skinny_gemm.cpp knows no such processor or system")
     avx2_only = compilers.instruction_set() == "avx2" and "avx512bw" in compilers.features()  # -march=native uses both
     options = "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", *["-march=haswell"] * avx2_only
-    load_operators(Path(__file__).with_name("skinny_gemm.cpp"), "--compile", *options)
+    load_operators(Path(__file__).with_name("skinny_gemm.cpp"), "skinny_gemm.cpp", *options)
     torch.library.register_fake("ladder::skinny_gemm", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::skinny_gemm_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))
@@ -53,6 +57,16 @@ class SkinnyLinear(nn.Module):
         if x.numel() > SKINNY_ROWS * x.shape[-1]:
             return F.linear(x, self.weight, self.bias)
         return add_bias(torch.ops.ladder.skinny_gemm(x, self.weight), self)
+
+
+class Float32Linear(SkinnyLinear):
+    """A SkinnyLinear of PyTorch's kernels. Those for many rows in bfloat16 are slow where oneDNN has no bfloat16."""
+
+    def forward(self, x):
+        if x.numel() <= FEW_FLOATS * x.shape[-1]:
+            return F.linear(x, self.weight, self.bias)
+        rows, pieces = x.float(), self.weight.split(max(1, DEQUANTIZED_AT_ONCE // self.in_features))
+        return add_bias(torch.cat([F.linear(rows, piece.float()) for piece in pieces], -1).type_as(x), self)
 
 
 # ---- The kernel of quant_linear.QuantLinear --------------------------------------------------------------------------
