@@ -17,8 +17,7 @@ import statistics
 import subprocess
 import sys
 
-if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+import ladder.openmp  # noqa: F401 (before torch loads)
 
 import torch
 

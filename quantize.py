@@ -7,6 +7,8 @@ python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep output --
 import dataclasses
 import functools
 
+import ladder.openmp  # noqa: F401 (before torch loads)
+
 import torch
 
 from ladder import outputs
