@@ -105,7 +105,8 @@ def quantized(weights, config, iterations):
 def main(argv=None):
     p = flags.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
-    p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer")
+    words = "bits of an integer; int4 costs more: SmolLM2-135M lost 0.25 nats per token, and 0.005 in int8"
+    p.add_argument("--mode", required=True, choices=("int8", "int4"), help=words)
     p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
     p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. output,tok_embeddings")
     rounds = "int4: rounds of the fit of scales; 0 rounds to nearest"
