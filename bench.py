@@ -17,8 +17,7 @@ import statistics
 import subprocess
 import sys
 
-if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+import ladder.openmp  # noqa: F401 (before torch loads)
 
 import torch
 
@@ -182,7 +181,8 @@ def parse(argv):
     _, config = flags.read_config(args)
     for wiring in args.wiring:
         for tp in args.tp:
-            shard_plan(rewired(config, wiring), 0, (1,) * tp)  # raises InputError before any rank starts
+            with flags.naming(f"--wiring {wiring} --tp {tp}"):
+                shard_plan(rewired(config, wiring), 0, (1,) * tp)  # raises InputError before any rank starts
     if args.prompt_length + args.new_tokens > config.max_seq_len:
         asked = f"--prompt-length {args.prompt_length} and --new-tokens {args.new_tokens}"
         raise InputError(f"{asked} exceed the context of {config.max_seq_len}")

@@ -2,6 +2,8 @@
 
 import functools
 
+import ladder.openmp  # noqa: F401 (before torch loads)
+
 from generate import Generation, Runner, load_model
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.checkpoint import DTYPES

@@ -11,6 +11,8 @@ import re
 import shutil
 from pathlib import Path
 
+import ladder.openmp  # noqa: F401 (before torch loads)
+
 import tp
 from ladder import outputs
 from ladder.checkpoints import checkpoint, writing

@@ -8,13 +8,11 @@ Each works in any wiring and with any number of ranks: torchrun --standalone --n
 
 import json
 import math
-import os
 import time
 import zlib
 from pathlib import Path
 
-if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+import ladder.openmp  # noqa: F401 (before torch loads)
 
 import torch
 

@@ -24,11 +24,9 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 
 import contextlib
 import functools
-import os
 import time
 
-if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+import ladder.openmp  # noqa: F401 (before torch loads)
 
 import torch
 from tqdm import tqdm

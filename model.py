@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder import config_check, wiring_text
-from ladder.errors import InputError
+from ladder.errors import InputError, did_you_mean
 from ladder.kernels import quant_linear
 from ladder.layers.attention_inputs import attention_metadata, norm_heads, rope_frequencies, rotate
 from ladder.layers.norms import ACTIVATIONS, NORMS
@@ -320,7 +320,7 @@ def find_wiring(name):
     """Return the Wiring of this name. Raises InputError if there is none."""
     wirings = WIRINGS if name in WIRINGS else all_wirings()
     if name not in wirings:
-        raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings)}")
+        raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings)}{did_you_mean(name, wirings)}")
     return wirings[name]
 
 

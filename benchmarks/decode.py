@@ -9,14 +9,12 @@ head of its own. A result is an engine in a case: median, quartiles, the run's b
 
 import dataclasses
 import json
-import os
 import statistics
 import sys
 import tempfile
 from functools import partial
 
-if __name__ == "__main__":  # before torch loads OpenMP: threads that spin on would hold up the next engine
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+import ladder.openmp  # noqa: F401 (before torch loads)
 
 import numpy
 import torch

@@ -1,0 +1,1 @@
+import ladder.openmp  # noqa: F401 (before torch loads)

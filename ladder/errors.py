@@ -1,5 +1,7 @@
 """The errors that end a run."""
 
+import difflib
+
 
 class InputError(ValueError):
     """Bad input: the message is one line that names it and says what would be right."""
@@ -11,6 +13,11 @@ class Verdict(Exception):
 
 class StoreLost(Verdict):
     """torchrun's store does not answer."""
+
+
+def did_you_mean(given, known):
+    """Return the end of a message that refuses a name: the known one that is closest to it, or "" if none is close."""
+    return "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(given, known, 1))
 
 
 def first_line(error):

@@ -259,7 +259,7 @@ def test_a_table_for_each_link(capsys):
     ("--model 8b --tp 33 --gpu h100 --link pcie", "33 ranks or lanes cannot shard n_heads 32: use 1 to 32"),
     ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),
     ("--model 8b --tp 8 --gpu h100 --link carrier", "--link: 'carrier' is none of free, nvlink,"),
-    ("--model 8b --tp 8 --gpu h100 --link pcie --wirings ladder:33", "wiring ladder:33 does not fit"),
+    ("--model 8b --tp 8 --gpu h100 --link pcie --wirings ladder:33", "--wirings: wiring ladder:33 does not fit"),
     ("--checkpoint /nowhere --tp 2 --gpu h100 --link pcie", "/nowhere"),
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line(flags, message):

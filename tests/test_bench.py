@@ -130,7 +130,7 @@ def test_speedups_are_paired_by_round_and_told_from_noise():
 
 @pytest.mark.parametrize("words, message", [
     ("--batch 1,4", "--batch: '1,4' is not a whole number from 1"),
-    ("--wiring ladders", "unknown wiring 'ladders'; known: standard, ladder"),
+    ("--wiring ladders", "--wiring ladders --tp 1: unknown wiring 'ladders'; known: standard, ladder"),
     ("--model 8b:2 --wiring ladder:3", "wiring ladder:3 does not fit 2 layers"),
     ("--prompt-length 130000 --new-tokens 2000 --model 8b", "--prompt-length 130000 and --new-tokens 2000 exceed"),
     ("--json /dev/null/x.jsonl", "--json: cannot write"), ("--tp 64", "64 ranks or lanes cannot shard n_heads"),

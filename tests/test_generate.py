@@ -251,7 +251,9 @@ def test_a_chat_is_reset_and_shows_answers_alone(copy):
     (copy / "tokenizer_config.json").write_text(json.dumps(CHAT))
     flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "4", "--chat", "Be brief."]
     first, second = run(*flags, stdin="a\n/reset\na\n")[0].splitlines()
-    assert first == second != run(*flags, stdin="a\na\n")[0].splitlines()[1]
+    printed, said = run(*flags, stdin="a\na\n")
+    assert first == second != printed.splitlines()[1]
+    assert said.startswith("the text of --chat is the system message; to have it answered: --chat --prompt TEXT\n")
     assert run(*flags, "--prompt", "a", "--batch", "2")[0] == f"--- {first}\n" * 2
 
 

@@ -166,6 +166,35 @@ launch.run(main)
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "-c: was stopped by SIGHUP\n")
 
 
+@pytest.mark.parametrize("swallows", [
+    "    thing = weakref.ref(Thing, end)\n    del Thing\n    gc.collect()", "    Thing.__del__ = end\n    Thing()",
+    "    with contextlib.suppress(BaseException):\n        end()",
+])  # fmt: skip
+def test_a_signal_is_not_lost_where_its_exception_is_swallowed(swallows):
+    """And the reminder does not disturb what cleans up."""
+    source = """
+import contextlib, gc, weakref
+from ladder.ranks import ending
+ending.REMINDER = 0.2
+def end(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.01)
+def main():
+    class Thing: pass
+SWALLOWS
+    try:
+        time.sleep(20)
+        print("not ended")
+    finally:
+        time.sleep(0.5)
+        print("cleaned up")
+launch.run(main)
+"""
+    done = run_source(source.replace("SWALLOWS", swallows))
+    assert (done.returncode, done.stdout) == (143, "cleaned up\n"), done.stderr
+    assert done.stderr.endswith("-c: was stopped by SIGTERM\n")
+
+
 def test_a_process_alone_loads_nothing_of_what_several_ranks_take():
     several = "{f'ladder.ranks.{name}' for name in ('meeting', 'watch', 'collectives', 'gloo', 'shared_memory')}"
     done = run_source(f"launch.run(lambda: print(launch.join('cpu').alone, sys.modules.keys() & {several}))")

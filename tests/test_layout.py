@@ -82,6 +82,22 @@ assert not ({{"matplotlib", "transformers", "pytest", "lm_eval"}} & sys.modules.
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+COMPUTING = [name for name in FILES if "." not in name and name not in ("model", "tp")] + [
+    f"extras.{name}" for name in ("export", "export.verify", "measure.advise", "measure.probe", "measure.sweep")
+]
+
+
+@pytest.mark.parametrize("name", sorted([*COMPUTING, "benchmarks.decode"]))
+def test_openmp_is_told_to_spin_briefly_before_torch_loads(name, tmp_path):
+    """A file in place of torch says what torch would read, and ends the process."""
+    source = 'import os\nos.write(1, os.environ.get("GOMP_SPINCOUNT", "unset").encode())\nos._exit(0)\n'
+    (tmp_path / "torch.py").write_text(source)
+    environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+    environment["PYTHONPATH"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-m", name], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "1000", done.stderr
+
+
 def readme_blocks():
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import types
 
 import pytest
@@ -239,7 +240,8 @@ def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsy
     write_weights, out = writing.write_weights, tmp_path / mode
     monkeypatch.setattr(writing, "write_weights", lambda f, s, r, shard_bytes: write_weights(f, s, r, 50_000))
     quantize.main(["--checkpoint", str(folder), "--mode", mode, *flags, "--out", str(out)])
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    assert re.match(rf"quantizing \d+ matrices, of \d.\d MB in all, to {mode} \.\.\.\n", told)
     assert "times smaller than before" in printed and f"eval.py --checkpoint {out} --compare {folder} --" in printed
     config, files = checkpoint.read_config(out), sorted(out.glob("model-*.safetensors"))
     assert (config.quant, config.not_quantized, config.wiring) == (mode, kept, "ladder") and len(files) > 3

@@ -239,7 +239,8 @@ def choose_machine(args):
 def main(argv=None):
     args = parse(argv)
     (name, own), dtype = flags.read_config(args), flags.read_dtype(args)
-    configs = distinct_configs(own, args.wirings or variants(own), args.tp)
+    with flags.naming("--wirings" if args.wirings else "--tp"):
+        configs = distinct_configs(own, args.wirings or variants(own), args.tp)
     context, machine = min(FILLED_SLOTS, own.max_seq_len), choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
     rates = f"{machine.bandwidth / 1e9:,.1f} GB/s"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ladder.errors import InputError
+from ladder.errors import InputError, did_you_mean
 from ladder.ranks.group import Group, Pending
 
 
@@ -82,7 +82,7 @@ def parse(text):
     latency, unit, gbps = numbers.groups() if numbers else (None, None, None)
     latency_us = float(latency or 0) * (1000 if unit == "ms" else 1)
     if not (latency or gbps) or latency_us > 1e7 or not 1e-3 <= float(gbps or 1) <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {LINK_FORMS}")
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {LINK_FORMS}{did_you_mean(text, LINKS)}")
     return Link(text, latency_us, gbps and float(gbps))
 
 

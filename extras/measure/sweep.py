@@ -59,7 +59,8 @@ def parse(argv):
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
     for wiring in args.wiring:
-        rewired(args.config, wiring)  # raises InputError
+        with flags.naming("--wiring"):
+            rewired(args.config, wiring)  # raises InputError
     if args.profile and Path(args.profile).is_file():
         raise InputError(f"--profile {args.profile} is a file: give a folder")
     return args

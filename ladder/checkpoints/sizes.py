@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from ladder.errors import InputError
+from ladder.errors import InputError, did_you_mean
 from model import Config, build
 
 
@@ -71,6 +71,7 @@ def named_size(text):
     if config is None or int(match[2] or 1) > config.n_layers:
         names = ", ".join(sorted(SIZES))
         words = f"give NAME, NAME:N with N layers, or NAME:N:int8 or int4, of {names}"
+        words += did_you_mean(text.partition(":")[0], SIZES) if config is None else ""
         raise InputError(f"--model {text} is no size, or asks for too many layers: {words}")
     quant, _, size = (match[3] or "").partition(":")
     group_size = int(size or 64) if quant == "int4" else None

@@ -1,14 +1,16 @@
 """Flags that several scripts share."""
 
 import argparse
+import contextlib
 import math
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
 
 from ladder.checkpoints import checkpoint
-from ladder.errors import InputError
+from ladder.errors import InputError, did_you_mean
 from ladder.ranks.world import rank_and_size
 from model import all_wirings, residual_loop, rewired
 
@@ -31,7 +33,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=Help)
 
     def error(self, message):
-        raise InputError(message.removeprefix("argument "))
+        refused = r"unrecognized arguments: (?:.* )?(-[^ =]+)|invalid choice: '(.*)' \(choose from (.*)\)"
+        flag, choice, choices = match.groups() if (match := re.search(refused, message)) else (None, None, None)
+        hint = did_you_mean(flag, self._option_string_actions) if flag else ""
+        hint = did_you_mean(choice, re.findall(r"[\w.-]+", choices)) if choice else hint
+        raise InputError(message.removeprefix("argument ") + hint)
 
     def print_help(self, file=None):
         if rank_and_size()[0] == 0:
@@ -138,12 +144,19 @@ def add_wiring_flags(parser):
     g.add_argument("--ladder", dest="wiring", action="store_const", const="ladder", help="means --wiring ladder")
 
 
+@contextlib.contextmanager
+def naming(flag):
+    """Let the InputErrors of a block begin with a flag."""
+    try:
+        yield
+    except InputError as e:
+        raise InputError(f"{flag}: {e}") from None
+
+
 def with_wiring(config, args):
     """Return the config with the wiring that the flags ask for."""
-    try:
+    with naming("--wiring"):
         return rewired(config, args.wiring)
-    except InputError as e:
-        raise InputError(f"--wiring: {e}") from None
 
 
 def is_standard_in_one_lane(w):

@@ -70,6 +70,8 @@ class Job:
             longest = max(map(len, self.prompts))
             if chats:
                 self.slots = context
+                if args.chat:
+                    world.say("the text of --chat is the system message; to have it answered: --chat --prompt TEXT")
             elif longest + args.max_new_tokens > context:
                 room = f"the context of {context} has room for {context - longest} after a prompt of {longest} tokens"
                 world.say(f"--max-new-tokens {args.max_new_tokens}: {room}")

@@ -4,7 +4,7 @@ Once the ranks have met, each calls COLLECTIVES[NAME](world). It returns the pro
 with, or raises InputError on all ranks alike.
 """
 
-from ladder.errors import InputError
+from ladder.errors import InputError, did_you_mean
 
 
 def connect_auto(world):
@@ -45,5 +45,6 @@ COLLECTIVES = {
 def collective(name):
     """Return the function of COLLECTIVES of this name. Raises InputError."""
     if name not in COLLECTIVES:
-        raise InputError(f"--comm {name} is unknown: use one of {', '.join(sorted(COLLECTIVES))}")
+        names = ", ".join(sorted(COLLECTIVES))
+        raise InputError(f"--comm {name} is unknown: use one of {names}{did_you_mean(name, COLLECTIVES)}")
     return COLLECTIVES[name]

@@ -22,6 +22,7 @@ at_end = []  # functions to call before this process ends, even if its main thre
 
 # ---- Signals: whatever cleans up has its turn, as at Ctrl-C ----------------------------------------------------------
 
+REMINDER = 2  # seconds after which an exception that was swallowed is raised again
 received = None  # the Terminated of a signal that came: a library may swallow the exception that it raised
 # USR1: a batch system's before its limit, or ladder/ranks/watch.py's
 _ENDING = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
@@ -33,6 +34,7 @@ class Terminated(KeyboardInterrupt):
 
 def ignore_signals():
     """Let nothing interrupt the end of this process: a launcher sends one signal after another."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
     for number in signal.SIGINT, *_ENDING:
         signal.signal(number, lambda number, frame: None)  # of SIG_IGN Python reports a signal that comes right now
 
@@ -42,7 +44,21 @@ def terminate(number, frame):
     global received
     ignore_signals()
     received = Terminated(signal.Signals(number).name)
+    signal.signal(signal.SIGALRM, insist)
+    signal.setitimer(signal.ITIMER_REAL, REMINDER, REMINDER)
     raise received
+
+
+def insist(number, frame):
+    """End the main thread again, unless it cleans up for this end already: a timer's handler.
+
+    Python drops what is raised in a weakref's callback or in __del__, and a library may catch everything.
+    """
+    error = sys.exception()
+    while error not in (None, received):
+        error = error.__context__
+    if error is None:
+        raise received
 
 
 def heed_signals():
