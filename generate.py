@@ -10,17 +10,18 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 #     load_model                this rank's shard of the weights, and the collectives that sum over the ranks
 #     Generation.__iter__       a batch of prompts, until each row has ended
 #       Runner.prefill          runs the prompts through the model, chunk by chunk, and fills the cache
-#       a step, made by one of:
+#       Runner.make_step        chooses what makes a step, one of:
 #         Runner.step           on a CPU: decode (the model reads one token of each row), sample, and read the ids
 #         AsyncScheduler        on a GPU: the same, but the next step starts before the ids of this one are read. With
 #                               --compile a step, the choice of its ids included, is one replay of a CUDA graph
 #         a draft               several tokens of a row at once: one pass verifies what a smaller model has proposed
 #
 # How a token is chosen (Sampler, ladder/decoding/batch.py). Greedy: each rank finds the largest logit of its part of
-# the vocabulary; (logit, id) of all ranks are gathered, and of equal logits the smallest id wins. Sampled: each block
-# of 16 ids takes part in a race, which it wins with a probability in proportion to its weight. All ranks draw the same
-# random numbers, from --seed, for all blocks; each rank sends the winner of its own blocks, and the first of all wins.
-# With top-k and top-p the ranks gather their largest logits instead, and all draw the same one of them.
+# the vocabulary; (logit, id) of all ranks are gathered, and of equal logits the smallest id wins. Sampled: an
+# exponential race (as Gumbel's trick) among blocks of 16 ids, whose weights are their sums of exp(logit / temperature),
+# and then another among the ids of the block that won. All ranks draw the same random numbers, from --seed; each sends
+# its own winner, and the best of these wins. With top-k or top-p each rank sends its 64 (or top_k + 1) largest logits
+# and the sum of exp(logit / temperature) of all; where top-p needs more logits, and on a GPU always, all are gathered.
 
 import contextlib
 import functools
@@ -44,7 +45,7 @@ from model import cache_slots
 from tp import TensorParallel, load_shard
 
 CHUNK_TOKENS = 1024  # the most in a chunk of a prefill, all rows together: bounds the memory of activations
-MIN_TOKENS = 512  # on a CPU, splitting a chunk of fewer tokens in two would make it slower
+MIN_SPLIT_TOKENS = 512  # on a CPU, splitting a chunk of fewer tokens in two would make it slower
 
 
 def load_model(config, folder, dtype, world):
@@ -53,17 +54,18 @@ def load_model(config, folder, dtype, world):
     config: a Config, as checkpoint.read_config reads it from config.json. folder: of the weights, None for random ones.
     world: this rank and the others, as launch.join returns them: rank, tp_size, shares, device, process group.
     """
-    load_weights = load_shard
     lanes = config.fixed_lanes  # 8 for spd/8
     if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer; several lanes on a rank
         from ladder.lanes.lanes import load_lanes as load_weights
+    else:
+        load_weights = load_shard
     if world.device.type == "cpu":
         keep_freed_memory()
     with world.together():  # raises an InputError of one rank on all of them
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)
         model = load_weights(config, weights, dtype, world.device, world.rank, world.shares)
-    progress.at("preparation", timed=False)  # waiting for slower ranks is no hang
+    progress.at("preparation", timed=False)  # for ladder/ranks/watch.py: to wait for slower ranks now is no hang
     if world.device.type == "cpu":
         from ladder.kernels.cpu.decode_modules import use_skinny_gemm
 
@@ -161,10 +163,11 @@ class Runner:
         logits = self.decode(tokens, positions, longest)[:, 0]
         return sample(logits, self.model.comm)[:, None].tolist()
 
-    def new_step(self, cached_tokens=0):
+    def make_step(self, cached_tokens=0):
         """Return step(sequences, done, sample) -> [the new ids of each row]. To be called once, before the prefill.
 
-        sequences: the ids of each row so far. done: which rows have ended. With a draft, a step may return several ids.
+        A draft, which has a cache of its own, begins here. sequences: the ids of each row so far. done: which rows have
+        ended. With a draft, a step may return several ids.
         """
         if self.draft:
             self.draft.begin(cached_tokens)
@@ -187,7 +190,7 @@ class Runner:
         """Return into how many parts to cut a chunk of S tokens of B rows."""
         on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs: untried
         overlaps = not self.compiles_prefill  # a compiled prefill waits for all parts at once, and hides nothing
-        worth_it = on_cpus and overlaps and B * S >= MIN_TOKENS
+        worth_it = on_cpus and overlaps and B * S >= MIN_SPLIT_TOKENS
         return min(S, self.splits or (2 if worth_it else 1))
 
     def unguarded(self):
@@ -204,7 +207,8 @@ class Generation:
     """Continues every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
     Iterate over it, once: each step yields a list with the new ids of each row, empty for a row that is done. The
-    caller may stop early. What it does between steps is not timed; on a GPU the next step runs meanwhile.
+    caller may stop early. decode_s counts no time that the caller takes between steps. On a GPU the next step runs
+    meanwhile, so that a caller who takes long makes decode_s too small; printing takes microseconds.
 
     runner: its cache has slots for the longest prompt and max_new_tokens. prompts: non-empty lists of token ids, of any
     lengths. sample: a Sampler; without a draft any function from logits (B, v) and collectives to ids (B,), -1 where
@@ -224,7 +228,7 @@ class Generation:
 
     @torch.inference_mode()
     def __iter__(self):
-        runner, step = self.runner, self.runner.new_step(self.cached_tokens)
+        runner, step = self.runner, self.runner.make_step(self.cached_tokens)
         with progress.doing("prefill") as clock:
             logits = runner.prefill(*pad(self.prompts, runner.device), self.cached_tokens)
             new = self.take(self.sample(logits, runner.model.comm)[:, None].tolist())  # tolist waits for the device
@@ -279,18 +283,19 @@ def generate(*args, **kwargs):
 def load(job):
     """Load what a Job asks for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
     args, world, start = job.args, job.world, time.perf_counter()
+    compile, compile_prefill = args.compile is not None, args.compile == "all"
     model = load_model(job.config, args.checkpoint, args.dtype, world)
     # the cache holds the longest prompt and its new tokens, and the dummy slot
-    cache = make_cache(model, len(job.prompts), job.slots, in_buckets=args.compile is not None)
+    cache = make_cache(model, len(job.prompts), job.slots, in_buckets=compile)
     with world.together():
-        runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
+        runner = Runner(model, cache, compile, compile_prefill)
         runner.shows_progress = world.rank == 0
         if job.draft_source:
             from ladder.decoding import drafts
 
             runner.draft = drafts.build(job, runner)
     seconds = {"load_s": time.perf_counter() - start, "compile_s": 0.0}
-    if args.compile:
+    if compile:
         from ladder.kernels import compiling
 
         seconds["compile_s"] = compiling.warm_up_aloud(runner, job)

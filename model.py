@@ -1,13 +1,13 @@
-"""A Llama-type transformer whose residual wiring is a choice.
+"""A Llama-type transformer whose residual wiring is a choice. The idea is residual_loop; begin there if you like.
 
-This file is single-device mathematics: it knows no rank and no process group. tp.py loads a rank's shard of the weights
-into the same Transformer, and generate.load_model sets its `comm` to collectives that sum the partial results of all
-ranks. The order here: the configuration; the collectives that the loop calls; the loop and the wirings; the layers; the
+This file is single-device mathematics: it never asks which rank it is. tp.py loads a rank's shard of the weights into
+the same Transformer, and generate.load_model sets its `comm` to collectives that sum the partial results of all ranks.
+The order here: the configuration; the collectives that the loop calls; the loop and the wirings; the layers; the
 Transformer.
 
 Shape letters: B batch, S sequence, T slots of the cache, T' those that are read, D dim, N heads, K KV heads, G = N / K
-query heads that share a KV head, H head_dim, V vocabulary, v a rank's part of it. In shapes N, K and G are those that
-the rank holds.
+query heads that share a KV head, H head_dim, V vocabulary, v a rank's part of it. In shapes N, K and G count what the
+rank holds; config.n_heads and config.n_kv_heads count those of the whole model.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class Config:
     nope_layers: tuple[int, ...] = ()  # the layers without rotary embeddings
     rotary_dim: int | None = None  # how many dimensions of a head turn, from the first one on; None: all
     # norms, MLPs and logits
-    norm: str = "rms"  # a name in NORMS (ladder/layers/norms.py); a norm of your own is an entry there: made(dim, eps)
+    norm: str = "rms"  # a name in NORMS (ladder/layers/norms.py); called as NORMS[norm](dim, eps)
     input_norms: bool = True  # whether a sublayer norms what it reads
     post_norms: bool = False  # whether the sum of a sublayer's partials is normed before it is added to x
     mlp_bias: bool = False
@@ -100,10 +100,7 @@ class Config:
 
     @functools.cached_property
     def named_wiring(self):
-        """The Wiring that `wiring` names, with its stale, period and lanes filled in.
-
-        Two configs whose layer_wirings are equal compute the same function.
-        """
+        """The Wiring that `wiring` names, with its stale, period and lanes filled in."""
         name, parameter, stale, lanes = self.parsed
         if name == "farskip" and not (self.shared_expert_size or self.dense_layers):
             name = "ladder"  # without shared experts and dense layers it is one
@@ -145,18 +142,12 @@ class Collectives(Protocol):
 
     tp.TensorParallel sums over the ranks of a process group, and SingleDevice, below, is the plainest form.
 
-    `newer` only fixes the order of compiled code; it never changes a result. The compiler keeps no order but the one
-    that data imply. So it could move a wait to the front, before the sublayer behind which the all-reduce is to travel,
-    or a sublayer before the start of an all-reduce; then nothing would overlap.
-
-    A lane is a shard of the weights with a residual stream x of its own. Usually each rank holds one, so that lanes are
-    ranks. Where a wiring computes another function on another number of lanes (spd, delayed, desync, laneformer), the
-    weights say for how many they were made (spd/8), and any number of ranks among which these can be dealt out computes
-    the same: a rank with several lanes runs them in turns and adds up their partials before each all-reduce.
+    `newer` and pin only fix the order of compiled code, without which nothing might overlap: see
+    tp.TensorParallel.settle, which has an example. They never change a result.
     """
 
     tp_size: int  # how many ranks there are
-    lanes: int  # how many partials are added up in all, one of each lane; a rank adds those of its own lanes first
+    lanes: int  # how many partials a sum adds up: one of each rank, except where a rank holds several (ladder/lanes/)
 
     def start(self, partial):
         """Start the all-reduce of a partial (B, S, D) and return at once. What it returns is an argument of wait."""
@@ -292,8 +283,10 @@ class Wiring:
     stale: int = 0  # how many of the newest sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
     n_means: str | None = "layers"  # what n is: "layers", the last n of them; "period", see below; None: there is no n
-    depends_on_lanes: bool = False  # whether another number of lanes is another function (ladder/lanes/wirings.py)
-    lanes: int | None = None  # L of NAME/L
+    # A lane is a shard of the weights with a residual stream of its own, usually the one of a rank. The rest is for
+    # wirings that compute another function on another number of lanes (ladder/lanes/wirings.py).
+    depends_on_lanes: bool = False
+    lanes: int | None = None  # L of NAME/L: for how many lanes the weights were made
     period: int | None = None  # n of desync:n, which keeps every n-th sum
     model: type | None = None  # the subclass of Transformer that it needs, if any
 
@@ -322,6 +315,51 @@ def find_wiring(name):
     if name not in wirings:
         raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings)}{did_you_mean(name, wirings)}")
     return wirings[name]
+
+
+def list_sublayers(config, layers, metadata=None, cache=None):
+    """Return residual_loop's [(h, stale)] of all layers, in order: the sublayers with all arguments but x bound.
+
+    At a seam, such as ladder:8 has, nothing is special: each sublayer has the `stale` of its own layer's wiring.
+    """
+    sublayers, i = [], 0
+    while i < config.n_layers:
+        wiring = config.layer_wirings[i]
+        side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
+        sublayers += [(functools.partial(_add_partials, h, side_by_side), wiring.stale) for h in wiring.block_sublayers]
+        i += wiring.blocks
+    return sublayers
+
+
+def _add_partials(sublayer, side_by_side, x):  # usually of one block
+    first, *others = [sublayer(x, *arguments) for arguments in side_by_side]
+    return sum(others, start=first)
+
+
+class PostNormSums(Collectives):
+    """The Collectives of residual_loop for models with post_norms: settle returns x + norm(wait(pending)).
+
+    norms: one for each sublayer, in the order of their starts: attention, MLP, attention, ... Wirings that add partials
+    of several sublayers are refused (config_check.check_norms).
+    """
+
+    def __init__(self, comm, norms):
+        self.comm, self.norms, self.tp_size, self.lanes = comm, iter(norms), comm.tp_size, comm.lanes
+
+    def start(self, partial):
+        return self.comm.start(partial), next(self.norms)
+
+    def wait(self, pending):
+        started, norm = pending
+        return norm(self.comm.wait(started))
+
+    def settle(self, x, pending, newer=()):
+        started, norm = pending
+        # x + norm(wait(...)) would do if nothing was to be kept in order, but only settle can come after `newer`
+        return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
+
+    def pin(self, x, newer):
+        return self.comm.pin(x, [later for later, _ in newer])
 
 
 # ---- The layers ------------------------------------------------------------------------------------------------------
@@ -460,48 +498,6 @@ class Block(nn.Module):
             self.attention_post_norm, self.ffn_post_norm = make_norm(), make_norm()
 
 
-class PostNormSums(Collectives):
-    """Collectives for models with post_norms: settle returns x + norm(wait(pending)).
-
-    norms: one for each sublayer, in the order of their starts: attention, MLP, attention, ... Wirings that add partials
-    of several sublayers are refused (config_check.check_norms).
-    """
-
-    def __init__(self, comm, norms):
-        self.comm, self.norms, self.tp_size, self.lanes = comm, iter(norms), comm.tp_size, comm.lanes
-
-    def start(self, partial):
-        return self.comm.start(partial), next(self.norms)
-
-    def wait(self, pending):
-        started, norm = pending
-        return norm(self.comm.wait(started))
-
-    def settle(self, x, pending, newer=()):
-        started, norm = pending
-        # as norm(wait(...)), but wait cannot be kept behind `newer`; so the sum is settled onto zeros
-        return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
-
-    def pin(self, x, newer):
-        return self.comm.pin(x, [later for later, _ in newer])
-
-
-def list_sublayers(config, layers, metadata=None, cache=None):
-    """Return [(h, stale)] of all layers, in order. h(x) is a sublayer of a wiring with its other arguments bound."""
-    sublayers, i = [], 0
-    while i < config.n_layers:
-        wiring = config.layer_wirings[i]
-        side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
-        sublayers += [(functools.partial(_add_partials, h, side_by_side), wiring.stale) for h in wiring.block_sublayers]
-        i += wiring.blocks
-    return sublayers
-
-
-def _add_partials(sublayer, side_by_side, x):  # usually of one block
-    first, *others = [sublayer(x, *arguments) for arguments in side_by_side]
-    return sum(others, start=first)
-
-
 # ---- The model -------------------------------------------------------------------------------------------------------
 
 
@@ -542,13 +538,14 @@ class Transformer(nn.Module):
         each row's last token, which is followed by padding; -1 for a row that ended in an earlier chunk. splits: into
         how many parts to cut the sequence; more than 1 need a cache.
         """
+        # usually there is one part, hence one loop: embed, residual_loop over all sublayers, head
         x = torch.cat(interleave(self.split_loops(tokens, positions, cache, cache_length, last_index, splits)), dim=1)
         return self.head(x, last_index)
 
     def split_loops(self, tokens, positions, cache, cache_length, last_index, splits):
         """Yield the loop of each part of the sequence; the arguments are those of forward.
 
-        In each layer a part attends to the keys of the parts before it, which interleave has put into the cache.
+        In each layer a part attends to the keys of the parts before it, which interleave lets run first.
         """
         S, fresh = tokens.shape[1], positions is None
         if fresh:

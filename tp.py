@@ -10,6 +10,9 @@ the neurons, and the two partial y add up to the whole one:
 Attention is shared out in the same way by its heads: wqkv by rows, wo by columns. A bias of a column-parallel linear is
 cut with the rows; that of a row-parallel one is added by rank 0 alone, since the all-reduce adds it up.
 
+There are no linears of other classes for this. A shard is the whole Transformer, built without memory, whose parameters
+load_shard replaces by this rank's slices; the forward pass reads its head counts from their shapes.
+
 Rank and shares are arguments, so one process can build any rank's shard. shares: the ranks' relative sizes, (1, 1) for
 two equal ones. Ranges are half-open: (first, end) of heads, (start, stop) of rows or columns. Shape letters: model.py.
 """
@@ -34,13 +37,13 @@ class TensorParallel(Collectives):
     """The collectives that sum over the ranks of a process group; model.Collectives says what each call does.
 
     --comm names how the group sums: by gloo or NCCL, or in one of the other ways in ladder/ranks/collectives.py. A way
-    of your own is an entry of COLLECTIVES there, a function that returns a process group.
+    of your own is an entry of PROCESS_GROUPS there, a function that returns a process group.
     """
 
     def __init__(self, config, shares, group):
         from ladder.kernels import ordered  # noqa: F401, defines torch.ops.ladder
 
-        self.tp_size = self.lanes = len(shares)
+        self.tp_size = self.lanes = len(shares)  # ladder/lanes wraps this where a rank holds several lanes
         self.vocab_size, self.group_name = config.vocab_size, group.group_name
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
         self.first_id = ranges[group.rank()][0]
@@ -62,7 +65,7 @@ class TensorParallel(Collectives):
         """
         if not newer:
             return x + self.wait(pending)
-        if x.is_cuda:  # only a GPU's compiler gains by it: it can then fuse the addition with the next norm
+        if x.is_cuda:  # the compiler fuses the + with the next norm; on a CPU there is nothing to gain by that
             torch.ops.ladder.wait_after(pending, newer[-1])  # declared to modify `pending`, so the + stays behind it
             return x + pending
         return torch.ops.ladder.settle(x, pending, newer[-1])
@@ -82,6 +85,34 @@ class TensorParallel(Collectives):
 
 
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
+
+
+def shard_plan(config, rank, shares):
+    """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each sharded linear and norm.
+
+    Column-parallel (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
+    vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. Raises InputError if a rank would have no
+    head or no neuron.
+    """
+    N = config.n_heads
+    if len(shares) > N:
+        raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {N}: use 1 to {N}")
+    wqkv, wo = head_ranges(config, rank, shares)
+    plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
+    if config.linear_layers:
+        first, end = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
+        from ladder.layers import linear_attention
+
+        plan |= linear_attention.row_ranges(config, first, end)
+    if config.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
+        (start, stop), H = wo[0], config.head_dim
+        width = N // config.n_kv_heads * H  # columns of a KV head's queries
+        first, end = start // width, -(-stop // width)  # KV heads, those shared with other ranks too
+        plan |= {"q_norm": (0, wo), "k_norm": (0, [(first * H, end * H)])}
+    for mlp, neurons in config.mlps.items():
+        ranges = [neuron_range(config, neurons, rank, shares)]
+        plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
+    return plan
 
 
 def split_range(n, rank, shares, name=None):
@@ -159,34 +190,6 @@ def vocab_range(vocab_size, rank, shares):
     return tuple(min(i * VOCAB_BLOCK, vocab_size) for i in blocks)
 
 
-def shard_plan(config, rank, shares):
-    """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each sharded linear and norm.
-
-    Column-parallel (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
-    vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. Raises InputError if a rank would have no
-    head or no neuron.
-    """
-    N = config.n_heads
-    if len(shares) > N:
-        raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {N}: use 1 to {N}")
-    wqkv, wo = head_ranges(config, rank, shares)
-    plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
-    if config.linear_layers:
-        first, end = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
-        from ladder.layers import linear_attention
-
-        plan |= linear_attention.row_ranges(config, first, end)
-    if config.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
-        (start, stop), H = wo[0], config.head_dim
-        width = N // config.n_kv_heads * H  # columns of a KV head's queries
-        first, end = start // width, -(-stop // width)  # KV heads, those shared with other ranks too
-        plan |= {"q_norm": (0, wo), "k_norm": (0, [(first * H, end * H)])}
-    for mlp, neurons in config.mlps.items():
-        ranges = [neuron_range(config, neurons, rank, shares)]
-        plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
-    return plan
-
-
 class ShardSlice(NamedTuple):
     """What a rank holds of a tensor of the checkpoint, for example columns 512 to 1024 of w2."""
 
@@ -194,7 +197,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int = 0
     ranges: list | None = None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
-    columns: int = 1  # how many of the matrix an element stores: 2 in a byte of int4, group_size in its scales
+    columns_per_element: int = 1  # columns of the matrix: 2 for a byte of int4, group_size for one of its scales
     zeros: bool = False  # zeros instead of the tensor: a bias that rank 0 alone adds
 
 
@@ -228,19 +231,19 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
         return ShardSlice(whole.shape, dtype, zeros=rank > 0)
     if ranges is None or (row_parallel and whole.shape[-1] == 1):  # a norm, an embedding; int8's scales of rows
         return ShardSlice(whole.shape, dtype)
-    columns = model.get_submodule(path).in_features // whole.shape[-1] if row_parallel else 1
+    columns_per_element = model.get_submodule(path).in_features // whole.shape[-1] if row_parallel else 1
     shape, dim = list(whole.shape), dim + (whole.dim() == 3)  # experts come first
-    shape[dim] = sum(stored_length(start, stop, columns) for start, stop in ranges)
-    return ShardSlice(tuple(shape), dtype, dim, ranges, columns)
+    shape[dim] = sum(stored_length(start, stop, columns_per_element) for start, stop in ranges)
+    return ShardSlice(tuple(shape), dtype, dim, ranges, columns_per_element)
 
 
-def stored_length(start, stop, columns):
-    """Return how many elements store columns `start` to `stop` of a matrix; an element stores so many `columns`.
+def stored_length(start, stop, columns_per_element):
+    """Return how many stored elements cover columns `start` to `stop` of a matrix.
 
     A bound that cuts a group of int4 makes all groups smaller (quant_linear.regroup): columns 0 to 96 with scales for
     groups of 64 need 3 scales for groups of 32.
     """
-    return (stop - start) // math.gcd(columns, start, stop)
+    return (stop - start) // math.gcd(columns_per_element, start, stop)
 
 
 # ---- Loading ---------------------------------------------------------------------------------------------------------
@@ -249,7 +252,8 @@ def stored_length(start, stop, columns):
 def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddings=None):
     """Return a rank's Transformer on the device, of the dtype; without collectives.
 
-    weights: anything with read(name) and fill(target, name, dim, ranges), such as checkpoint.Weights.
+    weights: anything with read(name) and fill(target, name, dim, ranges), such as checkpoint.Weights, which maps the
+    files and reads only these ranges.
     tok_embeddings: those of another shard in this process, to share. Raises InputError for tensors that are missing, of
     another shape than the config says, or not finite.
     """

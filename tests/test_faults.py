@@ -25,7 +25,7 @@ import torch
 from faults import IMPORTS, PHASES
 from helpers import ROOT, command, random_model, train_tokenizer, write_model
 
-from ladder.ranks.collectives import COLLECTIVES
+from ladder.ranks.collectives import PROCESS_GROUPS
 from model import Config
 
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the LADDER_TIMEOUT of a stall
@@ -157,7 +157,7 @@ def test_a_fault_ends_all_soon_with_one_line_that_names_it(phase, kind, rank, ra
     assert re.search(CAUSES[kind], end.lines[0])
     if kind != "terminal SIGINT" and not stopped_in_join:
         assert re.search(in_words, end.lines[0])
-    if not to_all and not flags and "shared-memory" in COLLECTIVES:  # gloo does not tell who waits for whom
+    if not to_all and not flags and "shared-memory" in PROCESS_GROUPS:  # gloo does not tell who waits for whom
         assert re.search(rf"\brank {rank} of {ranks}\b", end.lines[0])
 
 

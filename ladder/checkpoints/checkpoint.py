@@ -241,7 +241,7 @@ def read_slice(weights, name, piece, device):
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
     if piece.zeros:
         return torch.zeros(piece.shape, dtype=dtype, device=device)
-    shape, columns, ranges = list(piece.shape), piece.columns, piece.ranges
+    shape, columns, ranges = list(piece.shape), piece.columns_per_element, piece.ranges
     if ranges:  # of columns; from here on, of stored elements
         ranges = [(start // columns, -(-stop // columns)) for start, stop in ranges]
         shape[piece.dim] = sum(stop - start for start, stop in ranges)

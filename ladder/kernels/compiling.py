@@ -154,7 +154,7 @@ def warm_up(runner, prompts, max_new_tokens, sample):
             if runner.draft:
                 runner.draft.warm_up(runner, sequences)
             else:
-                runner.new_step()(sequences, None, sample)
+                runner.make_step()(sequences, None, sample)
     sample.generator.set_state(state)
     return time.perf_counter() - start
 

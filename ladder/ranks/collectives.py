@@ -1,7 +1,7 @@
 """How ranks sum, by the names that --comm takes.
 
-Once the ranks have met, each calls COLLECTIVES[NAME](world). It returns the process group that tp.TensorParallel sums
-with, or raises InputError on all ranks alike.
+Once the ranks have met, each calls PROCESS_GROUPS[NAME](world). It returns the process group with which
+tp.TensorParallel sums, or raises InputError on all ranks alike.
 """
 
 from ladder.errors import InputError, did_you_mean
@@ -36,15 +36,15 @@ def connect_one_shot(world):
     return one_shot.connect(world)
 
 
-COLLECTIVES = {
+PROCESS_GROUPS = {
     "auto": connect_auto, "library": connect_library, "shared-memory": connect_shared_memory,
     "one-shot": connect_one_shot,
 }  # fmt: skip
 
 
 def collective(name):
-    """Return the function of COLLECTIVES of this name. Raises InputError."""
-    if name not in COLLECTIVES:
-        names = ", ".join(sorted(COLLECTIVES))
-        raise InputError(f"--comm {name} is unknown: use one of {names}{did_you_mean(name, COLLECTIVES)}")
-    return COLLECTIVES[name]
+    """Return the function of PROCESS_GROUPS of this name. Raises InputError."""
+    if name not in PROCESS_GROUPS:
+        names = ", ".join(sorted(PROCESS_GROUPS))
+        raise InputError(f"--comm {name} is unknown: use one of {names}{did_you_mean(name, PROCESS_GROUPS)}")
+    return PROCESS_GROUPS[name]

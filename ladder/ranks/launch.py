@@ -17,7 +17,7 @@ def join(device=None, flags=None):
 
     device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Of several ranks each takes the
     GPU of its LOCAL_RANK, or the only one that it sees if each sees another one, as with Slurm. flags: {name: value} of
-    the command line, equal on all ranks; "comm" names one of COLLECTIVES.
+    the command line, equal on all ranks; "comm" names one of PROCESS_GROUPS.
     Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
     flags = flags or {}
