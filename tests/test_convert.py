@@ -312,11 +312,16 @@ CONTEXTS = [  # a config with a max_position_embeddings of 64, and how many toke
 ]
 
 
-def test_yarn_and_linear_factors_extend_the_context(tmp_path):
+def test_yarn_and_linear_factors_extend_the_context(tmp_path, hf_folder, capsys):
     for values, context in CONTEXTS:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", **SMALL, **values}))
         config = huggingface.config_from_hf(tmp_path / "config.json")
         assert config.max_seq_len == context, values
+    for rope, said in (LLAMA3_ROPE, False), (LINEAR, True):
+        edit(hf_folder, rope_parameters=rope)
+        convert(hf_folder, tmp_path / f"ours {said}")
+        line = "the context is 160 tokens: scaling extends config.json's 64\n"
+        assert (line in capsys.readouterr().out) == said
 
 
 WINDOWS = [  # a config of three layers and a context of 64, and the layers with a window of 40

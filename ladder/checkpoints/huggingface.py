@@ -274,6 +274,7 @@ class LlamaWeights:
     embeddings turn neighbouring dimensions, so q and k are reordered (see `unpaired`). Of a model with several towers,
     only the tensors of the language model are here.
 
+    own_context: max_position_embeddings, which a factor of yarn or linear scaling may have enlarged.
     skipped: {tower: how many tensors of it are left out}. ignored: the keys of config.json that are ignored. config:
     the given one; it is not tied if the folder's output head differs from the embedding table, as in transformers.
     """
@@ -283,6 +284,7 @@ class LlamaWeights:
         hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
         norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
+        self.own_context = hf["max_position_embeddings"]
         if config.n_experts:
             source = hf_experts.ExpertWeights(source)
         if config.linear_layers:
