@@ -51,6 +51,8 @@ def open_source(source, revision=None):
         print(f"ignored in config.json, since transformers does not read it: {', '.join(weights.ignored)}")
     if weights.config != config:
         print("tie_word_embeddings is true, but lm_head.weight is a tensor of its own: it is used, as in transformers")
+    if config.max_seq_len > weights.own_context:
+        print(f"the context is {config.max_seq_len:,} tokens: scaling extends config.json's {weights.own_context:,}")
     for tower, n in weights.skipped.items():
         print(f"left out: {n} tensors of {tower}, since only text is computed here")
     return weights, weights.config, path

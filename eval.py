@@ -106,9 +106,11 @@ def compare(args, world, model, reference_config, documents, plan):
     reference = generate.load_model(reference_config, args.compare, args.dtype, world)
     kl, agree, nats, reference_nats = divergence(model, reference, documents, *plan, world.rank == 0)
     nats, base = nats.mean().item(), check_finite(reference_nats.mean().item(), args.compare, reference)
-    p99, same = kl.kthvalue(math.ceil(0.99 * len(kl))).values.item(), agree.double().mean().item()
+    same = agree.double().mean().item()
+    p99 = kl.kthvalue(math.ceil(0.99 * len(kl))).values.item() if len(kl) >= 100 else None  # of fewer, the maximum
     words = f", {nats - base:+.4f} against {args.compare} ({reference_config.wiring})\n"
-    words += f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
+    words += f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, "
+    words += f"99 % of them below {p99:.3g}, " if p99 is not None else ""
     words += f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
     return nats, {
         "reference": Path(args.compare).resolve().name, "reference_wiring": reference_config.wiring,

@@ -24,7 +24,7 @@ import generate
 import quantize
 import tp
 from generate import Runner
-from ladder.checkpoints import checkpoint, families, huggingface
+from ladder.checkpoints import checkpoint, config_values, families, huggingface
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 
@@ -312,11 +312,16 @@ CONTEXTS = [  # a config with a max_position_embeddings of 64, and how many toke
 ]
 
 
-def test_yarn_and_linear_factors_extend_the_context(tmp_path):
+def test_yarn_and_linear_factors_extend_the_context(tmp_path, hf_folder, capsys):
     for values, context in CONTEXTS:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", **SMALL, **values}))
         config = huggingface.config_from_hf(tmp_path / "config.json")
         assert config.max_seq_len == context, values
+    for rope, said in (LLAMA3_ROPE, False), (LINEAR, True):
+        edit(hf_folder, rope_parameters=rope)
+        convert(hf_folder, tmp_path / f"ours {said}")
+        line = "the context is 160 tokens: scaling extends config.json's 64\n"
+        assert (line in capsys.readouterr().out) == said
 
 
 WINDOWS = [  # a config of three layers and a context of 64, and the layers with a window of 40
@@ -456,31 +461,34 @@ BAD_CONFIGS = [
     ({"intermediate_size": None}, "intermediate_size is missing"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
     ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.5]}}, "rope type 'longrope' needs short_factor"),
-    ({"rms_norm_eps": None}, "norm_eps is None but must be float above 0"),
+    ({"rms_norm_eps": None}, "rms_norm_eps is null but must be a number above 0"),
     ({"model_type": "phi3", "rope_parameters": {**LONGROPE, "long_factor": [1.5]}}, "long_factor has 1 numbers, not 3"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is not supported; quantized weights are not read"),
     ({"rope_parameters": {**YARN, "attn_factor": 0.9}}, "attn_factor is not .*: write attention_factor, attn_fact"),
     ({"rope_parameters": {**YARN, "truncate": False}}, "truncate False is not supported, only True is"),
     ({"dual_chunk_attention_config": {"chunk_size": 9}}, "without it the model computes full attention"),
-    ({"model_type": "mistral3"}, "model_type is mistral3, but text_config is None"),
+    ({"model_type": "mistral3"}, "model_type is mistral3, but text_config is null"),
     ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, "model_type 'mamba' is not supported"),
     ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention True is not"),
     ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm True is not supported"),
     ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported"),
-    ({"model_type": "glm4", "partial_rotary_factor": 0.4}, "rotary_dim 3 is odd"),
+    ({"model_type": "glm4", "partial_rotary_factor": 0.4}, r"partial_rotary_factor \* head_dim 3 is odd"),
     (
         {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": 0.1}},
-        "llama4_beta needs a rope_scaling",
+        "llama_4_scaling_beta needs a rope_scaling",
     ),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3' needs low_freq_factor"),
     ({"model_type": "qwen2_moe", "sliding_window": 9, "use_sliding_window": True}, "needs layer_types in this family"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-    ({"mlp_bias": "no"}, "mlp_bias is 'no' but must be bool"),
+    ({"mlp_bias": "no"}, "mlp_bias is 'no' but must be true or false"),
     ({"model_type": "ministral", "sliding_window": 9, "layer_types": ["full_attention"]}, "for each of 3 layers"),
     ({"model_type": "mistral", "sliding_window": 0}, "a sliding_window of 1 or more tokens"),
-    ({"num_hidden_layers": 2**31}, "is 2147483648 but must be at most 1000"),
-    ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    ({"num_hidden_layers": 2**31}, "is 2147483648 but must be a whole number from 1 to 1000"),
+    ({"num_attention_heads": 0}, "num_attention_heads is 0 but must be a whole number from 1 to 16777216"),
+    ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
+    ({"model_type": "gemma3_text", "sliding_window_pattern": None}, "sliding_window_pattern is null but must be a who"),
+    ({"rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 4}}, "high_freq_factor 4.0 must be above low_freq_fac"),
     ({"ladder_layers": [3]}, "from 0 to 2"),
 ]
 
@@ -490,6 +498,32 @@ def test_configs_that_are_not_supported_are_one_clear_line(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama", **changes}))
         with pytest.raises(InputError, match=rf"^[^\n]*config.json: [^\n]*{message}[^\n]*$"):
             huggingface.config_from_hf(tmp_path / "config.json")
+
+
+def places(values):
+    """Yield (a part of a config.json, a key) of each value in it."""
+    for key, value in values.items():
+        yield values, key
+        yield from places(value) if isinstance(value, dict) else ()
+
+
+@pytest.mark.parametrize("family", ["llama3.2-tied", "gemma3", "phi3, long", "ministral3", "smollm3", "olmo3"])
+def test_a_wrong_value_is_told_by_its_own_key(family, tmp_path):
+    """And neither by a field of our Config nor by an error of Python's."""
+    class_name, changes = FAMILIES[family]
+    config = getattr(transformers, class_name)(**copy.deepcopy({**SMALL, **changes})).to_dict()
+    good, path = json.loads(json.dumps(config)), tmp_path / "config.json"
+    ours = {field.name for field in dataclasses.fields(checkpoint.Config)} - config_values.KIND_OF.keys()
+    for part, key in places(good):
+        value = part[key]
+        for part[key] in None, "x", -1, 0, 1.5, [], {}, True, [None]:
+            path.write_text(json.dumps(good))
+            try:
+                huggingface.config_from_hf(path)
+            except InputError as e:
+                words = set(re.findall(r"\w+", str(e).removeprefix(str(path))))
+                assert not words & (ours - {"laneformer"} | {"NoneType", "operand"}) and "Error" not in str(e), str(e)
+        part[key] = value
 
 
 UP, BIAS = "model/layers/1/mlp/up_proj/weight", "model/layers/0/self_attn/q_proj/bias"

@@ -146,8 +146,10 @@ def test_compare_two_wirings_with_any_tp(tiny, text, capsys):
     assert one["nats_difference"] == pytest.approx((nats - base).mean().item(), rel=1e-3)
     assert (one["wiring"], one["reference_wiring"]) == ("ladder", "standard")
     assert f"against {tiny} (standard)" in stderr
-    same, _ = evaluated(capsys, *flags)
+    assert "99 % of them below" in stderr
+    same, stderr = evaluated(capsys, *flags, "--max-tokens", "100")  # of which the first one is not scored
     assert (same["kl_max"], same["top1_agreement"], same["nats_difference"]) == (0, 1, 0)
+    assert same["tokens"] < 100 and same["kl_p99"] is None and "99 %" not in stderr  # it would be the maximum
 
 
 def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):

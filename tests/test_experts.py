@@ -408,7 +408,7 @@ SEPARATE = {f"{e}/{name}_proj/weight": None for e in range(5) for name in ("gate
 @pytest.mark.parametrize(
     "changes, tensors, words",
     [
-        ({"num_experts_per_tok": 6}, {}, "experts_per_token is 6 but must be from 1 to 5"),
+        ({"num_experts_per_tok": 6}, {}, "num_experts_per_tok is 6 but must be from 1 to 5"),
         ({"num_local_experts": 4}, {}, r"gate.weight: shape \(5, 48\) does not make the \(4, 48\)"),
         ({"moe_intermediate_size": 35}, {}, r"experts.gate_proj.weight: .* does not make the \(5, 35, 48\)"),
         ({}, {"3/up_proj/weight": None}, r"experts.up_proj.weight has the experts \[0, 1, 2, 4\]"),

@@ -260,7 +260,7 @@ def test_bad_configs_are_one_line(changes, words):
 @pytest.mark.parametrize("changes, words", [
     ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "layer_types must name full_attention or lin"),
     ({"layer_types": ["linear_attention"] * 3}, "for each of 4 layers"),
-    ({"linear_num_key_heads": 3}, "value_heads 32 is no multiple of key_heads 3"),
+    ({"linear_num_key_heads": 3}, "linear_num_value_heads 32 is no multiple of linear_num_key_heads 3"),
 ])  # fmt: skip
 def test_bad_folders_are_one_line(changes, words, tmp_path):
     values = {**SMALL, "model_type": "qwen3_5_text", "num_hidden_layers": 4, **changes}

@@ -318,10 +318,10 @@ REFUSED = [  # body, status, words of the message
     (OK | {"messages": [1]}, 400, "messages is [1], which is not"), (OK | {"model": "gpt-5"}, 404, "this is 'demo'"),
     (OK | {"prompt": "x" * 2**22}, 413, "more than 4194304 bytes"),
     (OK | {"prompt": ["a", "b"], "stream": True}, 400, "a stream takes one prompt"),
-    (CHAT | {"messages": []}, 400, "messages must be"), (CHAT | {"messages": [3]}, 400, "with role and content"),
-    (CHAT | {"messages": [{"role": "user"}, {"content": "x"}]}, 400, "with role and content"),
-    (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "with role and content"),
-    (CHAT | {"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, 400, "not 'tool_call_id'"),
+    (CHAT | {"messages": []}, 400, "messages must be"), (CHAT | {"messages": [3]}, 400, "messages[0] is 3, but must"),
+    (CHAT | {"messages": [{"role": "user"}, {"content": "x"}]}, 400, "messages[1] has the role None, which must be a"),
+    (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url'}], which must be a"),
+    (CHAT | {"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, 400, "has 'tool_call_id', which"),
     (CHAT | {"logprobs": 1}, 400, "wrong type"), (CHAT | {"tools": [{"type": "function"}]}, 400, "tools is"),
 ]  # fmt: skip
 
@@ -355,9 +355,19 @@ def test_a_history_has_what_the_chat_template_reads():
     ]
     text, ids = protocol.read_messages(asked, tokenizer, 99, {"enable_thinking": False, "messages": "none"})
     assert tokenizer.decode(ids) == "assistant: Hm.Rometool: SunnyFalse" and text is None
-    tokenizer.template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(HTTPException, match="not 'reasoning_content', 'tool_calls'"):
+    for calls in 3, ["f"]:
+        with pytest.raises(HTTPException, match=r"messages\[0\] has the tool_calls .*, which must be a list"):
+            protocol.read_messages([asked[0] | {"tool_calls": calls}], tokenizer, 99, {})
+    tokenizer.template = "reasoning_content tool_calls {% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(HTTPException, match="has 'reasoning_content', 'tool_calls', which the chat template does not"):
         protocol.read_messages(asked, tokenizer, 99, {})
+
+
+def test_what_a_chat_template_names_in_its_code():
+    """Not in its text, such as SmolLM2's "a helpful AI assistant named SmolLM"."""
+    source = "name{% generation %}{{ m['content'] + m.get('role') }}{% endgeneration %}{% if m.tool %}x{% endif %}"
+    assert protocol.names_in(source) == {"content", "role", "get", "tool"}
+    assert protocol.names_in("{% if %}") == protocol.names_in("{{ " + "(" * 9999) == set()
 
 
 def test_a_long_text_is_refused_before_it_is_tokenized(monkeypatch):
@@ -367,6 +377,11 @@ def test_a_long_text_is_refused_before_it_is_tokenized(monkeypatch):
             patch.setattr(tokenizer, "encode_markup", None)
             protocol.read_prompts(prompt, tokenizer, 256, 9)
     assert protocol.read_prompts("a" + " " * 200_000, tokenizer, 256, 9)[0][1]  # spaces that may be one token
+
+
+def test_an_origin_is_written_as_browsers_send_it():
+    flags = ["--checkpoint", "x", "--allow-origin", "https://a.example/", "--allow-origin", "*"]
+    assert serving.parse_flags(flags).allow_origin == ["https://a.example", "*"]
 
 
 def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model):
@@ -387,9 +402,11 @@ def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model
             response = send("/health", None, **{"Origin": origin, "Sec-Fetch-Site": "cross-site"})
             allowed = response.headers["Access-Control-Allow-Origin"]
             assert (response.status, allowed) == (status, origin if status == 200 else None)
-        with socket.create_connection(front.address) as idle:
-            idle.settimeout(5)
-            assert idle.recv(1) == b""  # it was ended
+        for begun in b"", b"G", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{":
+            with socket.create_connection(front.address) as idle:
+                idle.settimeout(5)
+                idle.sendall(begun)
+                assert idle.recv(1) == b""  # it was ended
     finally:
         front.close()
 

@@ -8,8 +8,11 @@ import math
 import random
 import reprlib
 
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import loopcontrols
 from starlette.exceptions import HTTPException
 
+from ladder.chat.template import readable
 from ladder.checkpoints.tokenizer import TextStream
 from ladder.decoding.batch import Sampler
 
@@ -34,9 +37,9 @@ NEUTRAL_VALUES = {  # {a field: values that ask for what is done anyway}
     "repetition_penalty": [1], "length_penalty": [1], "skip_special_tokens": [True], "modalities": [["text"]],
     "spaces_between_special_tokens": [True], "add_generation_prompt": [True], "response_format": [{"type": "text"}],
 }  # fmt: skip
-# {a key that a message may have besides role and content: what the source of a chat template that reads it contains}
-MESSAGE_KEYS = {
-    "reasoning_content": "reasoning_content", "tool_calls": "tool_calls", "tool_call_id": "tool", "name": "name",
+MESSAGE_KEYS = {  # {a key that a message may have besides role and content: what a chat template that heeds it names}
+    "reasoning_content": {"reasoning_content"}, "name": {"name"}, "tool_calls": {"tool_calls"},
+    "tool_call_id": {"tool", "tool_calls"},
 }  # fmt: skip
 MAX_STOPS, MAX_LOGPROBS = 16, 20
 LONG_TEXT = 2**16  # with more bytes of a body, or characters of a text, a tokenizer takes long
@@ -154,27 +157,45 @@ def read_prompts(prompt, tokenizer, context, max_prompts):
     return [(p, encode(p, tokenizer)) if isinstance(p, str) else (None, p) for p in prompt]
 
 
+@functools.cache
+def names_in(template):
+    """Return the attributes and texts that a chat template's code names: of m.role == "user", {"role", "user"}."""
+    try:
+        tree = Environment(extensions=[loopcontrols]).parse(readable(template))
+    except (TemplateSyntaxError, RecursionError):  # it cannot be rendered either, which is said then
+        return set()
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    return attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+
+
+def read_message(place, message, template):
+    """Return a message as a chat template takes it. place: what error messages call it. Raises HTTPException."""
+    check(isinstance(message, dict), f"{place} is {reprlib.repr(message)}, but must be an object with role and content")
+    given = {name: value for name, value in message.items() if value}
+    role, content, calls = given.pop("role", None), given.pop("content", ""), given.get("tool_calls", [])
+    check(isinstance(role, str), f"{place} has the role {reprlib.repr(role)}, which must be a text, such as user")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    texts_only = f"{place} has the content {reprlib.repr(content)}, which must be a text, or parts with a text each"
+    check(all(isinstance(text, str) for text in texts), texts_only)
+    unread = [reprlib.repr(name) for name in given if not MESSAGE_KEYS.get(name, set()) & names_in(template)]
+    check(not unread, f"{place} has {', '.join(unread)}, which the chat template does not read")
+    valid = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    check(valid, f"{place} has the tool_calls {reprlib.repr(calls)}, which must be a list of objects")
+    for call in calls:  # arguments are a text of JSON, which a template writes itself
+        with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return {"role": role, "content": "".join(texts)} | given
+
+
 def read_messages(messages, tokenizer, context, variables):
     """Return (None, ids) of a conversation, by the chat template or, without one, of its texts one after another.
 
     variables: further ones of the template. Raises HTTPException.
     """
     check(messages, "messages must be a list of objects, at least one")
-    template, conversation = tokenizer.template or "", []
-    for message in messages:
-        try:
-            given = {name: value for name, value in message.items() if value}
-            content = given.pop("content", "")
-            texts = [part["text"] for part in content] if isinstance(content, list) else [content]
-            conversation.append({"role": "" + given.pop("role"), "content": "".join(texts)} | given)
-            for call in given.get("tool_calls", []):  # arguments are a text of JSON, which a template writes itself
-                with contextlib.suppress(TypeError, ValueError, RecursionError):
-                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-            unread = [name for name in given if name not in MESSAGE_KEYS or MESSAGE_KEYS[name] not in template]
-        except (AttributeError, KeyError, TypeError):
-            unread = ["something else"]
-        keys = "a message must be an object with role and content, of text, and what the chat template reads"
-        check(not unread, f"{keys}: not {', '.join(map(reprlib.repr, unread))}")
+    template = tokenizer.template or ""
+    conversation = [read_message(f"messages[{i}]", message, template) for i, message in enumerate(messages)]
     asked = "".join(message["content"] for message in conversation if not template or message["role"] != "assistant")
     check_length(asked, tokenizer, context)  # without answers, of which a template may leave out the reasoning
     if tokenizer.template is None:

@@ -19,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import h11
 import torch
 import uvicorn
 from starlette.applications import Starlette
@@ -42,7 +43,7 @@ from ladder.ranks import ending, launch
 
 MAX_BODY_BYTES = 2**22  # of a request
 DRAIN_SECONDS = 10  # for which requests may go on after SIGTERM
-IDLE_SECONDS = 10  # after which a connection that has sent nothing ends
+IDLE_SECONDS = 10  # after which a connection ends whose client sends nothing
 RESERVED_FILES = 12  # open files of the process that connections may not use up
 LOG = logging.getLogger("uvicorn.error")  # uvicorn writes all of its messages there, not only errors
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -71,11 +72,19 @@ class Listener(socket.socket):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, but it also ends if it sends nothing before its first answer."""
+    """uvicorn's connection, but it also ends if it sends nothing for a while before a request is complete."""
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(IDLE_SECONDS, self.timeout_keep_alive_handler)
+        self.end_if_idle()
+
+    def data_received(self, data):
+        super().data_received(data)
+        self.end_if_idle()
+
+    def end_if_idle(self):
+        if self.timeout_keep_alive_task is None and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self.timeout_keep_alive_task = self.loop.call_later(IDLE_SECONDS, self.transport.close)
 
 
 class Answer:
@@ -326,7 +335,8 @@ def parse_flags(argv):
     g.add_argument("--api-key", metavar="TEXT", help="what clients must send; unseen by ps: LADDER_API_KEY")
     g.add_argument("--name", metavar="TEXT", help="of the model, for clients; default: the checkpoint's folder")
     words = "a web page's, e.g. https://chat.example, whose scripts may read answers; * for any; may be repeated"
-    g.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=words)
+    plain = {"type": lambda text: text.rstrip("/"), "metavar": "ORIGIN"}  # as browsers send it
+    g.add_argument("--allow-origin", action="append", default=[], **plain, help=words)
     g.add_argument("--log", action="store_true", help="a line on stderr for each request, without its text")
     return p.parse_args(argv)
 

@@ -22,6 +22,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MEGABYTES, CHARACTERS = 512, 10**7  # limits for a template, besides a Renderer's seconds
 
 
+def readable(template):
+    """Return a template without {% generation %}, which marks what training learns from: it becomes a mere scope."""
+    return re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
+
+
 @functools.cache
 def compiled(template):
     """Compile a template as transformers does (huggingface.co/docs/transformers/chat_templating_writing)."""
@@ -32,8 +37,7 @@ def compiled(template):
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": time.strftime}
-    # {% generation %} marks the text that training learns from; here it is a scope like any other.
-    return sandbox.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", template))
+    return sandbox.from_string(readable(template))
 
 
 def render(template, variables):

@@ -112,7 +112,8 @@ def make_config(values, source):
         rope_frequencies(config)
         return config
     except (ArithmeticError, TypeError, ValueError) as e:
-        raise InputError(f"{source}: {e if isinstance(e, InputError) else repr(e)}") from None
+        what = "" if isinstance(e, InputError) else "values do not fit one another: "
+        raise InputError(f"{source}: {what}{first_line(e)}") from None
 
 
 def read_config(folder):

@@ -44,7 +44,7 @@ class ExpertWeights:
 
 def values_from_hf(hf, n_experts):
     """Return the fields of Config about n_experts experts, from the result of huggingface.read_hf."""
-    layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers")
+    layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers")
     return {
         "n_experts": n_experts, "experts_per_token": hf["num_experts_per_tok"],
         "expert_size": hf.get("moe_intermediate_size", hf["intermediate_size"]),

@@ -9,9 +9,10 @@ from collections import Counter
 import torch
 
 from ladder.checkpoints import checkpoint, hf_experts, laneformer
-from ladder.checkpoints.checkpoint import MOST_LAYERS, read_json
+from ladder.checkpoints.checkpoint import read_json
+from ladder.checkpoints.config_values import check_values, with_hf_keys
 from ladder.checkpoints.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED
-from ladder.errors import InputError
+from ladder.errors import InputError, first_line
 from ladder.layers import linear_attention
 from ladder.layers.attention_inputs import unpaired
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
@@ -26,6 +27,10 @@ HF_PARTS = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of 
 ROPE_TYPES = "full_attention", "sliding_attention"
 TWO_BASES = "gemma3_text", "olmo3"  # families whose layers with a window have another rope_theta
 SCALED_CONTEXT = "gemma3_text", "ladder_residual"  # families whose max_position_embeddings counts the extended context
+INTERVALS = {  # {an interval of layers: the list that makes it superfluous}
+    "sliding_window_pattern": "layer_types", "full_attention_interval": "layer_types",
+    "no_rope_layer_interval": "no_rope_layers",
+}  # fmt: skip
 HF_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # {Hugging Face's name: ours}
 ALL_ROPE_KEYS = {key for keys in ROPE_KEYS.values() for key in keys} | {  # of rope_scaling and rope_parameters
     "rope_type", "type", "rope_theta", "mscale", "mscale_all_dim",
@@ -78,6 +83,7 @@ def read_hf(values):
     family, _ = values.get("model_type"), values.pop("laneformer", None)
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already, which needs no conversion")
+    check_values(values, {"num_hidden_layers", "rope_scaling", "rope_parameters"})
     if "laneformer" in str(family).lower():  # Kog's
         family, values = "ministral", laneformer.laneformer_as_ministral(values)
     if not isinstance(family, str) or family not in FAMILIES:
@@ -85,19 +91,19 @@ def read_hf(values):
     known = FAMILIES[family].keys
     if missing := [key for key in REQUIRED if values.get(key, known.get(key)) is None]:
         raise InputError(f"{missing[0]} is missing")
-    if values["num_hidden_layers"] > MOST_LAYERS:
-        raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if family == "llamaLadder" and "ladder_layers" not in values:
         raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
     rope_key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"  # which transformers 5 writes
     rope = values.get(rope_key) or known.get("rope_parameters") or {}
     near = {}  # rope of the layers with a window, if the others have another one
-    if isinstance(rope, dict) and {*ROPE_TYPES} & rope.keys():
+    check_values(rope, ROPE_TYPES, f"{rope_key}.")
+    if {*ROPE_TYPES} & rope.keys():
         rope, near = (rope.get(name) or {} for name in ROPE_TYPES)
     only, read = ONLY_VALUES | FAMILIES[family].only, {*known, *REQUIRED, "laneformer"}
     harmless, turned = HARMLESS | only.keys() | {"model_type", "rope_scaling", "rope_parameters"}, read | ALL_ROPE_KEYS
     results, ignored = [], {}
     for prefix, given, names in ("", values, read), (f"{rope_key}.", rope, turned), (f"{rope_key}.", near, turned):
+        check_values(given, names, prefix)
         for key, value in given.items():
             if key in REMEDIES and value:
                 raise InputError(f"{key} is not supported; {REMEDIES[key]}")
@@ -111,13 +117,18 @@ def read_hf(values):
         words = "drop it from config.json if what the model computes does not depend on it"
         raise InputError(f"{key} {reprlib.repr(value)} is unknown: {words}")
     own, rope, near = results
+    for key, instead in INTERVALS.items():
+        if key in known and own.get(key, known[key]) is None and not own.get(instead):
+            raise InputError(f"{key} is null but must be a whole number above 0, unless there are {instead}")
     return {**known, **own, "model_type": family, "rope_scaling": rope, "near_rope": near, "ignored": [*ignored]}
 
 
 def eos_ids(path, values, hf):
     """Return the ids that end a text: those of config.json, `values`, and of generation_config.json beside it."""
     generation = path.with_name("generation_config.json")
-    others = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    generated = read_json(generation) if generation.is_file() else {}
+    check_values(generated, {"eos_token_id"}, "generation_config.json: ")
+    others = generated.get("eos_token_id")
     # a family's default yields to generation_config.json
     own = hf["eos_token_id"] if others is None or "eos_token_id" in values else None
     result = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
@@ -126,13 +137,14 @@ def eos_ids(path, values, hf):
 
 def config_from_hf(path):
     """Return the Config that a Hugging Face config.json (and the generation_config.json beside it) describes."""
-    values = read_json(path)
+    values = text = read_json(path)
     try:
-        hf = read_hf(values)
-        ours = our_values(hf) | {"eos_ids": eos_ids(path, text_values(values), hf)}
+        hf, text = read_hf(values), text_values(values)
+        ours = our_values(hf) | {"eos_ids": eos_ids(path, text, hf)}
+        return checkpoint.make_config(ours, path)
     except (InputError, AttributeError, ArithmeticError, KeyError, TypeError, ValueError) as e:
-        raise InputError(f"{path}: {e if isinstance(e, InputError) else repr(e)}") from None
-    return checkpoint.make_config(ours, path)
+        what = "" if isinstance(e, InputError) else "values do not fit one another: "
+        raise InputError(f"{path}: {what}{with_hf_keys(first_line(e).removeprefix(f'{path}: '), text)}") from None
 
 
 def context_from_hf(hf, scaling):
@@ -262,6 +274,7 @@ class LlamaWeights:
     embeddings turn neighbouring dimensions, so q and k are reordered (see `unpaired`). Of a model with several towers,
     only the tensors of the language model are here.
 
+    own_context: max_position_embeddings, which a factor of yarn or linear scaling may have enlarged.
     skipped: {tower: how many tensors of it are left out}. ignored: the keys of config.json that are ignored. config:
     the given one; it is not tied if the folder's output head differs from the embedding table, as in transformers.
     """
@@ -271,6 +284,7 @@ class LlamaWeights:
         hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
         norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
+        self.own_context = hf["max_position_embeddings"]
         if config.n_experts:
             source = hf_experts.ExpertWeights(source)
         if config.linear_layers:

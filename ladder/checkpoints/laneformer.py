@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from ladder.checkpoints.config_values import check_values
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
 
@@ -24,8 +25,10 @@ LLAMA_NAMES = {  # {the name of a module in its files: Llama's}
 
 def laneformer_as_ministral(values):
     """Return a Laneformer's config.json as a Ministral's, with one more key, "laneformer": {field of Config: value}."""
+    check_values(values, LANEFORMER_KEYS)
     own, hf = LANEFORMER_KEYS | values, {k: v for k, v in values.items() if k not in LANEFORMER_KEYS}
-    lanes, layers, first = own["num_lanes"], range(own["num_hidden_layers"]), own["sliding_window_n_layers"]
+    own = {k: LANEFORMER_KEYS.get(k) if v is None else v for k, v in own.items()}
+    lanes, layers, first = own["num_lanes"], range(own.get("num_hidden_layers") or 0), own["sliding_window_n_layers"]
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters")  # before transformers 5, and since
     heads = ("replicate",) if own["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
     for key, known in (("lm_head_type", heads), ("attn_mask_type", ("causal",))):

@@ -45,6 +45,8 @@ def error(config):
         return f"rope_scaling has the keys {reprlib.repr([*s])}, not {forms}"
     if "long_factor" in s and config.window_rope_theta:
         return "window_rope_theta is not for longrope"
+    if s.get("high_freq_factor", 2) <= s.get("low_freq_factor", 1):
+        return f"high_freq_factor {s['high_freq_factor']} must be above low_freq_factor {s['low_freq_factor']}"
     for name, value in s.items():
         is_list = name in ("short_factor", "long_factor")
         numbers = value if isinstance(value, list) else [value]
