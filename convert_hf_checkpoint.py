@@ -1,6 +1,7 @@
-"""Convert a Hugging Face folder or hub model, or a llama2.c file, into a checkpoint for generate.py.
+"""Convert a Hugging Face folder or hub model, a GGUF or a llama2.c file into a checkpoint for generate.py.
 
 python convert_hf_checkpoint.py meta-llama/Llama-3.2-1B --out checkpoints/1b
+python convert_hf_checkpoint.py SmolLM2-135M-Instruct.Q4_1.gguf --out checkpoints/smollm2
 python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out checkpoints/stories260K
 """
 
@@ -13,26 +14,41 @@ from pathlib import Path
 
 import ladder.openmp  # noqa: F401 (before torch loads)
 
+import torch
+
 import tp
 from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.checkpoint import dtype_name
+from ladder.checkpoints.checkpoint import dtype_name, read_json
 from ladder.checkpoints.compare import TOKENIZER_FILES
 from ladder.checkpoints.huggingface import LlamaWeights, config_from_hf, group, hf_names
 from ladder.checkpoints.llama2c import Llama2cWeights
+from ladder.checkpoints.quantized_formats import QuantizedWeights, dequantizing
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
+from ladder.kernels.quant_linear import dequantize
 from ladder.ranks import launch
 from ladder.ranks.ending import out_of_memory
+from model import build
+
+QUANTIZED = "tok_embeddings", "wqkv", "wqkvz", "wo", "wout", "w1", "w3", "w2", "output"  # what int4 is of
 
 
-def open_source(source, revision=None):
-    """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file.
+def open_source(source, revision=None, with_tokenizer=True):
+    """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id, a GGUF or a llama2.c file.
 
     It prints what is ignored or left out. Raises InputError.
     """
     path = Path(source)
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            is_gguf = file.read(4) == b"GGUF" or path.suffix == ".gguf"
+        if is_gguf:
+            from ladder.checkpoints.gguf_file import open_gguf
+
+            tensors = open_gguf(path, with_tokenizer)
+            return open_folder(Path(tensors.folder.name), tensors)
     local = os.path.exists(path) or os.path.isdir(source.partition("/")[0])
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
@@ -43,8 +59,15 @@ def open_source(source, revision=None):
         return weights, weights.config, None
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
+    return open_folder(path, checkpoint.Weights(path))
+
+
+def open_folder(path, tensors):
+    """Return what open_source does, of a Hugging Face folder whose tensors are given."""
     config = config_from_hf(path / "config.json")
-    weights = LlamaWeights(checkpoint.Weights(path), path / "config.json", config)
+    tensors = dequantizing(tensors, read_json(path / "config.json"), path)
+    weights = LlamaWeights(tensors, path / "config.json", config)
+    weights.quantized = tensors if isinstance(tensors, QuantizedWeights) else None
     for file in filter(os.path.isfile, (path / name for name in TOKENIZER_FILES)):
         checkpoint.refuse_pointer(file)
     if weights.ignored:
@@ -70,28 +93,63 @@ def download(repository, revision=None):
         raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None
 
 
+def keep_integers(config, available, group_size):
+    """Return the config with int4 for the kinds of matrices, such as w2, whose scales are available in every layer."""
+    stays = {}
+    for name in writing.shapes(config):
+        module, _, tensor = name.rpartition(".")
+        kind = module.rpartition(".")[2]
+        if tensor == "weight" and kind in QUANTIZED:
+            stays[kind] = stays.get(kind, True) and available.issuperset(hf_names(f"{module}.scales"))
+    floats = tuple(kind for kind in stays if not stays[kind])
+    int4 = {"quant": "int4", "group_size": group_size, "not_quantized": floats}
+    return dataclasses.replace(config, **int4) if len(floats) < len(stays) else config
+
+
 def convert(source, config, folder, dtype, shard_bytes):
     """Write our config.json and safetensors from a source's tensors, with one file in memory at a time.
 
-    Raises InputError for tensors that are missing, of another shape than the config says, or not part of the model.
+    Returns the kinds of matrices that are integers in the source and became floats. Raises InputError for tensors that
+    are missing, of another shape than the config says, not finite, or not part of the model.
     """
-    available, shapes = set(source.names()), writing.shapes(config)
+    available, parameters = set(source.names()), dict(build(config).named_parameters())
+    shapes, dequantized = {name: tuple(w.shape) for name, w in parameters.items()}, []
+    dtypes = {
+        name: w.dtype if name.endswith((".scales", ".zeros")) or not w.is_floating_point() else dtype
+        for name, w in parameters.items()
+    }
+
+    def floats(name):
+        tensor, stem = source.read(name), name.removesuffix(".weight")
+        if f"{stem}.scales" not in available:
+            return tensor
+        return dequantize(tensor, source.read(f"{stem}.scales"), source.read(f"{stem}.zeros"))
+
     sources, head = {name: hf_names(name) for name in shapes}, hf_names("output.weight")
     if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
         sources["tok_embeddings.weight"] = head  # under whose name some folders have the tied tensor
     needed = {n for names in sources.values() for n in names}
+    for name, names in sources.items():
+        parts = {n.removesuffix("weight") + part for n in names for part in ("scales", "zeros")} & available - needed
+        if parts:
+            dequantized.append(name.split(".")[-2])
+            needed |= parts
     if missing := sorted(needed - available):
         raise InputError(f"the source has no tensor {missing[0]}")
-    unused = ["rotary_emb.inv_freq", *(head if config.tie_embeddings else [])]
+    heads = [f"lm_head.{part}" for part in ("weight", "scales", "zeros")]
+    unused = ["rotary_emb.inv_freq", *(heads if config.tie_embeddings else [])]
     if "ffn_norm" not in config.named_wiring.norms:  # a parallel block has one norm, attention_norm
         unused += ["post_attention_layernorm.weight", "post_attention_layernorm.bias"]
-    if extra := sorted(name for name in available - needed if not name.endswith(tuple(unused))):
+    extra = sorted(name for name in available - needed if not name.endswith(tuple(unused)))
+    extra = [name for name in extra if not name.endswith(".bias") or source.read(name).any()]  # AutoGPTQ adds zeros
+    if extra:
         raise InputError(f"the source has a tensor {extra[0]} that is no part of such a model")
 
     def read(name):
         names, tensors = ", ".join(sources[name]), []
         try:
-            tensors += [source.read(n) for n in sources[name]]
+            stays = f"{name.rpartition('.')[0]}.scales" in shapes
+            tensors += [source.read(n) if stays else floats(n) for n in sources[name]]
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
         except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
             if out_of_memory(e):
@@ -99,11 +157,15 @@ def convert(source, config, folder, dtype, shard_bytes):
             raise InputError(f"{names}: {first_line(e)}; the config makes it {shapes[name]}") from None
         if tensor.shape != shapes[name]:
             raise InputError(f"{names}: shape {tuple(tensor.shape)} does not make the {shapes[name]} of the config")
-        return tensor.to(dtype)
+        tensor = tensor.to(dtypes[name])
+        if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise InputError(f"{names}: NaN or infinite values in {dtype_name(tensor.dtype)}")
+        return tensor
 
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     writing.write_weights(folder, sizes, read, shard_bytes)
     writing.write_config(folder, config)
+    return list(dict.fromkeys(dequantized))
 
 
 def check_lanes(config):
@@ -116,7 +178,9 @@ def check_lanes(config):
 
 def main(argv=None):
     p = flags.Parser(__doc__)
-    p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
+    formats = "a Hugging Face folder, a hub id, a .gguf file, or a llama2.c .bin file"
+    p.add_argument("source", metavar="SOURCE", help=formats)
+    p.add_argument("--to-float", action="store_true", help="dequantize 4-bit integers that could stay, to retrain them")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
     flags.add_output_flags(p, "checkpoints/1b")
@@ -124,15 +188,21 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
-    weights, own, folder = open_source(args.source, args.revision)
+    weights, own, folder = open_source(args.source, args.revision, with_tokenizer=not args.tokenizer)
+    quantized = getattr(weights, "quantized", None)
+    if quantized and quantized.group_size and not args.to_float:
+        own = keep_integers(own, set(weights.names()), quantized.group_size)
     config = flags.with_wiring(own, args)
     check_lanes(config)
     flags.warn_of_wiring(own, config, (1,))
     values = next((name for name in weights.names() if name.endswith(".v_proj.weight")), None)
     if values is None:
         raise InputError(f"{args.source} has no tensor v_proj.weight")
-    # Read from the values, since LlamaWeights returns them in the source's own dtype.
-    dtype = checkpoint.chosen_dtype(args.dtype, weights, values)
+    is_quantized = quantized and (quantized.group_size or quantized.floats)
+    if is_quantized:
+        dtype = checkpoint.DTYPES[args.dtype or "bfloat16"]
+    else:  # read from the values, since LlamaWeights returns them in the source's own dtype
+        dtype = checkpoint.chosen_dtype(args.dtype, weights, values)
     source = args.tokenizer or folder
     tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refuses a bad one before the work
     if tokenizer and tokenizer.left_out:
@@ -146,8 +216,12 @@ def main(argv=None):
             shutil.copyfile(args.tokenizer, out / name)
         elif folder is not None:
             writing.copy_tokenizer(folder, out)
-        convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
-    size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}"
+        dequantized = convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
+    if is_quantized and (dequantized or quantized.floats):
+        names = [f"{count} of {name}" for name, count in quantized.floats.items()]
+        print(f"dequantized to {dtype_name(dtype)}: {', '.join(names + [f'all of {name}' for name in dequantized])}")
+    form = f", int4 in groups of {config.group_size}" if config.quant else ""
+    size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}{form}"
     print(f"wrote {args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 
 

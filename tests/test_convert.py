@@ -463,7 +463,7 @@ BAD_CONFIGS = [
     ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.5]}}, "rope type 'longrope' needs short_factor"),
     ({"rms_norm_eps": None}, "rms_norm_eps is null but must be a number above 0"),
     ({"model_type": "phi3", "rope_parameters": {**LONGROPE, "long_factor": [1.5]}}, "long_factor has 1 numbers, not 3"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config is not supported; quantized weights are not read"),
+    ({"quantization": {"bits": 4}}, "quantization is not supported; such quantized weights are not read"),
     ({"rope_parameters": {**YARN, "attn_factor": 0.9}}, "attn_factor is not .*: write attention_factor, attn_fact"),
     ({"rope_parameters": {**YARN, "truncate": False}}, "truncate False is not supported, only True is"),
     ({"dual_chunk_attention_config": {"chunk_size": 9}}, "without it the model computes full attention"),
@@ -549,12 +549,12 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
 FP8 = {"model/layers/0/self_attn/v_proj/weight": torch.zeros(16, 48).to(torch.float8_e4m3fn)}
 BAD = {
     "an adapter": (only("adapter_config.json"), "adapter_config.json is an adapter's: merge it: peft"),
-    "GGUF": (only("a.gguf"), "a.gguf is in GGUF, which is not read: take the model's folder"),
+    "GGUF": (only("a.gguf"), "a.gguf is in GGUF: convert it first, convert_hf_checkpoint.py FILE.gguf"),
     "Meta's own": (only("params.json"), "params.json is in Meta's or Mistral's own format: take"),
     "a pickle": (only("consolidated.00.pth"), "consolidated.00.pth is a pickle: take"),
     "an old one": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "a pickle: transformers makes"),
     "PEFT's": (lambda f: change_tensors(f, **{"x/base_layer/weight": torch.ones(1)}), "x.base_layer.weight is of a P"),
-    "FP8": (lambda f: change_tensors(f, **FP8), "v_proj.weight holds float8_e4m3fn: quantized weights are not read"),
+    "FP8": (lambda f: change_tensors(f, **FP8), "holds float8_e4m3fn: such quantized weights are not read"),
     "a wrapped twin": (lambda f: change_tensors(f, **{"module/lm_head/weight": torch.ones(1)}), "a second lm_h"),
     "a pointer": (lambda f: (f / "model.safetensors").write_text(POINTER), "is a Git LFS pointer: git lfs pull"),
     "a tokenizer's": (lambda f: (f / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS pointer"),
@@ -563,7 +563,7 @@ BAD = {
     "no weights": (take_state, "has no model.safetensors"),
     "a lost shard": (lose_a_shard, "model-00001-of-00001.safetensors is missing, truncated"),
     "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),
-    "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.zeros(48)}), "q_proj.bias that is no part"),
+    "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.ones(48)}), "q_proj.bias that is no part"),
     "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),
 }  # fmt: skip
 

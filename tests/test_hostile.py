@@ -126,7 +126,7 @@ def test_weights_that_are_no_floats(tmp_path):
     state = {name: torch.zeros_like(w, dtype=torch.int32) for name, w in random_model(BASE).state_dict().items()}
     writing.write_config(tmp_path, BASE)
     save_file(state, tmp_path / "model.safetensors")
-    refused("tensor norm.weight holds int32: quantized weights are not read", complete.load, tmp_path)
+    refused("tensor norm.weight holds int32: such quantized weights are not read", complete.load, tmp_path)
     refused("holds int32, but the config says bfloat16", complete.load, tmp_path, dtype="bfloat16")
 
 

@@ -30,7 +30,8 @@ WRAPPERS = re.compile(r"^module\.|(_orig_mod|_fsdp_wrapped_module|_checkpoint_wr
 RENAMED_FIELDS = {"sum_norms": "post_norms", "kept": "not_quantized"}  # fields of Config in older folders: now
 SAFETENSORS = "take the model's folder in Hugging Face's form, with config.json and model*.safetensors"
 OTHER_FORMATS = {  # {a file that is not read here: what it is, and what to do}
-    "adapter_config.json": f"an adapter's: {MERGE}", "*.gguf": f"in GGUF, which is not read: {SAFETENSORS}",
+    "adapter_config.json": f"an adapter's: {MERGE}",
+    "*.gguf": "in GGUF: convert it first, convert_hf_checkpoint.py FILE.gguf --out DIR",
     "params.json": f"in Meta's or Mistral's own format: {SAFETENSORS}", "*.pth": f"a pickle: {SAFETENSORS}",
     "pytorch_model*.bin": "a pickle: transformers makes safetensors of it (docs/formats.md)",
 }  # fmt: skip

@@ -14,19 +14,19 @@ REQUIRED = (  # keys that a config.json must have unless its family has a defaul
 HARMLESS = {  # transformers' classes have these, but a text's logits do not depend on them
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype", "embd_pdrop",
     "hidden_dropout", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "output_attentions",
-    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
-    "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype",
-    "transformers_version", "use_cache",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
+    "quantization_config", "resid_pdrop", "residual_dropout", "return_dict", "router_aux_loss_coef",
+    "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 ONLY_VALUES = {  # the one value that is computed of a key that transformers reads in every family, unless it is listed
     "is_causal": True, "partial_rotary_factor": 1.0, "truncate": True, "per_layer_config": None,
     "attention_chunk_size": None,
 }  # fmt: skip
-UNQUANTIZED = "quantized weights are not read: take the model's unquantized folder"
+UNQUANTIZED = "such quantized weights are not read: take the model's unquantized folder"
 REMEDIES = {  # {a key that changes what a model computes, in transformers or in other engines: what to do about it}
     "attn_factor": "transformers does not read it: write attention_factor, attn_factor * (0.1 * ln(factor) + 1)",
     "dual_chunk_attention_config": "without it the model computes full attention, as in transformers: drop it",
-    "quantization_config": UNQUANTIZED, "compression_config": UNQUANTIZED, "quantization": UNQUANTIZED,
+    "compression_config": UNQUANTIZED, "quantization": UNQUANTIZED,
 }  # fmt: skip
 NESTED = {  # {model_type of a model with a tower for pictures: that of its text_config, if it has none}
     "mistral3": "mistral", "gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",

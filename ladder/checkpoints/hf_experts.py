@@ -25,7 +25,7 @@ class ExpertWeights:
             new = re.sub(r"experts\.\w+_proj$", r"\g<0>.weight", name)
             for theirs, qwen in QWEN_NAMES.items():
                 new = new.replace(theirs, qwen) if "block_sparse_moe" in name else new
-            one = re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+\.weight)", new)
+            one = re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+\.\w+)", new)
             place, expert = (one[1] + one[3], int(one[2])) if one else (new, 0)
             self.places.setdefault(place, []).append((expert, name))
         for place, parts in self.places.items():

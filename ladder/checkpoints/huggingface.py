@@ -309,9 +309,14 @@ class LlamaWeights:
                 if place in self.places:
                     raise InputError(f"the source has both {self.places[place][0]} and {name}: drop one")
                 self.places[place] = name, [*parts.values()], i
-        both = [self.places.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
-        if config.tie_embeddings and all(both) and not torch.equal(*(source.read(name) for name, _, _ in both)):
-            config = dataclasses.replace(config, tie_embeddings=False)
+        if config.tie_embeddings and "model.embed_tokens.weight" in self.places and "lm_head.weight" in self.places:
+            table, head = (
+                {part: source.read(self.places[f"{module}.{part}"][0])
+                 for part in ("weight", "scales", "zeros") if f"{module}.{part}" in self.places}
+                for module in ("model.embed_tokens", "lm_head")
+            )  # fmt: skip
+            is_tied = table.keys() == head.keys() and all(torch.equal(table[part], head[part]) for part in table)
+            config = dataclasses.replace(config, tie_embeddings=is_tied)
         self.config, self.factors = config, {}
         if "residual_multiplier" in hf:
             embedding, residual = hf["embedding_multiplier"], hf["residual_multiplier"]
@@ -334,4 +339,4 @@ class LlamaWeights:
         if self.rotary and re.search(r"\.[qk]_proj\.", name):
             tensor = unpaired(tensor, *self.rotary)
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
-        return tensor if factor == 1.0 else tensor.float() * factor
+        return tensor if factor == 1.0 or tensor.dtype == torch.uint8 else tensor.float() * factor

@@ -19,7 +19,7 @@ def read_original(folder):
     """Return the Config of a checkpoint folder; raise InputError if it is quantized."""
     config = read_config(folder)
     if config.quant:
-        raise InputError(f"{folder} is quantized ({config.quant}): give the original")
+        raise InputError(f"{folder} is quantized ({config.quant}): give the original, or convert it --to-float")
     return config
 
 

@@ -1,0 +1,255 @@
+"""Reads GGUF files, llama.cpp's: their tensors under Hugging Face's names, and a folder of the other files."""
+
+import json
+import math
+import mmap
+import re
+import struct
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ladder.checkpoints.families import FAMILIES, REQUIRED
+from ladder.checkpoints.gguf_tokenizer import write_tokenizer
+from ladder.checkpoints.quantized_formats import Matrix, QuantizedWeights, affine, errors_of
+from ladder.checkpoints.tokenizer import END_TOKENS
+from ladder.errors import InputError
+from ladder.layers.attention_inputs import unpaired
+
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # types of values
+STRING, ARRAY = 8, 9
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FAMILY = {  # architecture: model_type
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2",
+    "gemma3": "gemma3_text", "phi3": "phi3", "granite": "granite", "olmo2": "olmo2", "glm4": "glm4",
+}  # fmt: skip
+PAIRED = "llama", "granite"  # whose converter turned the rows of q and k, for rotary embeddings of neighbours
+KEYS = {  # config.json's, as far as a family has them: GGUF's
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base", "rope_local_base_freq": "rope.freq_base_swa", "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window", "num_experts": "expert_count", "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale", "logits_scaling": "logit_scale",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+}  # fmt: skip
+SCALING = {
+    "rope_type": "rope.scaling.type", "factor": "rope.scaling.factor", "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}  # fmt: skip
+OTHERS = {  # that need no entry of their own, or change nothing
+    "vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.finetuned", "attention.causal",
+    "expert_weights_norm", "expert_feed_forward_length", "tensor_data_layout", "attention.sliding_window_pattern",
+}  # fmt: skip
+NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_qkv": "self_attn.qkv_proj",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}  # fmt: skip
+SUM_NORMS = {  # other names in Gemma and OLMo
+    "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+FUSED = {"ffn_up": "mlp.gate_up_proj"}  # where there is no ffn_gate
+FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+FREQUENCIES = "rope_freqs.weight"  # Llama 3's
+
+
+class File:
+    """A GGUF file, memory-mapped: values {key: value} and tensors {name: Stored}."""
+
+    def __init__(self, path):
+        import gguf
+
+        with open(path, "rb") as f:
+            self.data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        self.at, size = 4, len(self.data)
+        version, n_tensors, n_values = self.take("IQQ")
+        if self.data[:4] != b"GGUF" or version not in (2, 3):
+            raise InputError("it is no GGUF file of version 2 or 3")
+        self.values = {}
+        for _ in range(n_values):
+            key = self.text()
+            self.values[key] = self.value(*self.take("I"))
+        infos = [(self.text(), self.take(f"{min(*self.take('I'), 9)}Q"), *self.take("IQ")) for _ in range(n_tensors)]
+        unit = self.values.get("general.alignment", 32)
+        start, self.tensors = -(-self.at // unit) * unit, {}
+        for name, shape, kind, offset in infos:
+            kind = gguf.GGMLQuantizationType(kind)
+            columns, width = gguf.GGML_QUANT_SIZES[kind]
+            if not shape or shape[0] % columns or len(shape) > 3:
+                raise InputError(f"tensor {name} {shape[::-1]} does not fit blocks of {columns} ({kind.name})")
+            first, count = start + offset, math.prod(shape) // columns * width
+            if first + count > size:
+                raise InputError(f"it has {size} bytes, but {name} ends at byte {first + count}: copy it again")
+            data = np.frombuffer(self.data, np.uint8, count, first) if count else np.empty(0, np.uint8)
+            self.tensors[name] = Stored(shape[::-1], kind.name, data.reshape(*shape[:0:-1], -1), width)
+
+    def take(self, form):
+        self.at, start = self.at + struct.calcsize(f"<{form}"), self.at
+        if self.at > len(self.data):
+            raise InputError("it is truncated, or no GGUF file")
+        return struct.unpack_from(f"<{form}", self.data, start)
+
+    def text(self):
+        return self.take(f"{self.take('Q')[0]}s")[0].decode(errors="replace")
+
+    def value(self, kind):
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY:
+            return self.take(NUMBERS[kind])[0]
+        kind, count = self.take("IQ")
+        return [self.text() for _ in range(count)] if kind == STRING else [*self.take(f"{count}{NUMBERS[kind]}")]
+
+
+class Stored:
+    """A tensor of a file: its shape, its type's name, its bytes (..., N, bytes of a row), of a block of columns."""
+
+    def __init__(self, shape, kind, data, width):
+        self.shape, self.kind, self.data, self.width = shape, kind, data, width
+
+    def floats(self):
+        import gguf
+
+        if self.kind in FLOATS:
+            return torch.from_numpy(self.data.copy()).view(FLOATS[self.kind]).view(self.shape)
+        try:
+            return torch.from_numpy(gguf.dequantize(self.data, gguf.GGMLQuantizationType[self.kind])).view(self.shape)
+        except NotImplementedError:
+            raise InputError(f"type {self.kind} is not read") from None
+
+    def blocks(self, start, stop=None):
+        """Return bytes start to stop of each block, (..., N, blocks, stop - start)."""
+        return torch.from_numpy(self.data.reshape(*self.data.shape[:-1], -1, self.width)[..., start:stop].copy())
+
+    def half(self, start):
+        return self.blocks(start, start + 2).view(torch.float16).float()  # (..., N, blocks, 1)
+
+    def six_bits(self, i):
+        """Return the 8 scales (i = 0) or minima (1) of Q4_K's blocks; the last four share bytes with the first."""
+        data = self.blocks(4, 16)
+        first, last = data[..., 4 * i : 4 * i + 4], data[..., 8:] >> 4 * i & 15
+        return torch.cat((first & 63, last | first >> 6 << 4), dim=-1)
+
+    def matrix(self):
+        """Return the Matrix of a quantized tensor: integers of Q4_0, Q4_1 and Q4_K, which have groups of 32."""
+        start, width, scales, zeros = {
+            "Q4_0": (2, 16, lambda: self.half(0), lambda: -8 * self.half(0)),
+            "Q4_1": (4, 16, lambda: self.half(0), lambda: self.half(2)),
+            "Q4_K": (16, 32, lambda: self.half(0) * self.six_bits(0), lambda: -self.half(2) * self.six_bits(1)),
+        }.get(self.kind, 4 * (None,))
+        if start is None:
+            return Matrix(self.kind, self.floats)
+
+        def q():
+            data = self.blocks(start).unflatten(-1, (-1, width))  # the first half of 2 * width columns is low
+            return torch.stack((data & 15, data >> 4), dim=-2).flatten(-4)
+
+        rows = [lambda f=f: f().flatten(-2) for f in (scales, zeros)]
+        return affine(self.kind, q, *rows, self.shape[-1], self.shape[-1] // 32)
+
+
+def open_gguf(path, with_tokenizer=True):
+    """Return the QuantizedWeights of a GGUF file; their `folder` has its config.json and the tokenizer's files.
+
+    path: of a split one, any of its files. folder is a TemporaryDirectory. Raises InputError.
+    """
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise InputError(f"{path} is a GGUF file, which needs a package: pip install gguf==0.19.0") from None
+    split, paths = re.fullmatch(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)", str(path)), [Path(path)]
+    if split:
+        paths = [Path(f"{split[1]}{i:05d}{split[3]}") for i in range(1, min(int(split[4]), 999) + 1)]
+    with errors_of(path):
+        files = [File(each) for each in paths]
+        values, tensors = files[0].values, {name: stored for file in files for name, stored in file.tensors.items()}
+        if (count := values.get("split.count", 1)) != len(files):
+            raise InputError(f"it is one of {count} files, which llama.cpp calls NAME-00001-of-{count:05d}.gguf")
+        hf, folder = config(values, tensors), tempfile.TemporaryDirectory(prefix=f"{Path(path).name}-")
+        (Path(folder.name) / "config.json").write_text(json.dumps(hf))
+        if with_tokenizer:
+            write_tokenizer(values, Path(folder.name))
+        result = weights(hf, values["general.architecture"], tensors)
+        result.folder = folder
+        return result
+
+
+def weights(hf, architecture, tensors):
+    """Return the QuantizedWeights of a file's tensors, in the order of rows that Hugging Face has."""
+    own = SUM_NORMS if architecture in ("gemma2", "gemma3", "olmo2") else {}
+    fused = {} if {"blk.0.ffn_gate.weight", "blk.0.ffn_gate_exps.weight"} & tensors.keys() else FUSED
+    names, plain, matrices = {**NAMES, **own, **fused}, {}, {}
+    for name, stored in tensors.items():
+        if name in (*FACTORS, FREQUENCIES):
+            continue
+        match = re.fullmatch(r"(blk\.\d+\.)?(\w+)\.(weight|bias)", name)
+        if not match or match[2] not in names:
+            raise InputError(f"tensor {name} is no part of a {architecture} that is computed here")
+        layer, module, part = match.groups()
+        place = (layer or "").replace("blk", "model.layers") + names[module]
+        m = stored.matrix()
+        if module in ("attn_q", "attn_k") and architecture in PAIRED:
+            turned = (f and (lambda f=f: unpaired(f(), hf["head_dim"])) for f in (m.floats, m.q, m.scales, m.zeros))
+            m = m._replace(**dict(zip(("floats", "q", "scales", "zeros"), turned, strict=True)))
+        if module.endswith("norm") and architecture.startswith("gemma"):
+            m = Matrix(m.kind, lambda f=m.floats: f().float() - 1)  # stored as what they multiply with
+        if stored.kind in FLOATS or part == "bias":
+            plain[f"{place}.{part}"] = m.floats
+        else:
+            matrices[place] = m
+    return QuantizedWeights(plain, matrices)
+
+
+def config(values, tensors):
+    """Return what would be the config.json. Raises InputError for an architecture or value that is not computed."""
+    architecture = values["general.architecture"]
+    if architecture not in FAMILY:
+        raise InputError(f"architecture {architecture!r} is not supported; {', '.join(FAMILY)} are")
+    prefix, family = f"{architecture}.", FAMILY[architecture]
+    given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and value}
+    family = "mixtral" if family == "llama" and "expert_count" in given else family
+    family = "olmo3" if family == "olmo2" and "attention.sliding_window" in given else family
+    known, left, rope = {*FAMILIES[family].keys, *REQUIRED}, given.keys() - OTHERS, {}
+    hf = {key: given[name] for key, name in KEYS.items() if name in given and key in known}
+    left -= {KEYS[key] for key in hf}
+    hf |= {"model_type": family, "vocab_size": tensors["token_embd.weight"].shape[0]}
+    hf |= {"tie_word_embeddings": "output.weight" not in tensors}
+    width, n_layers = hf["hidden_size"] // hf["num_attention_heads"], hf["num_hidden_layers"]
+    head_dim = hf.setdefault("head_dim", width)
+    more = {
+        "attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+        "norm_topk_prob": values.get(f"{prefix}expert_weights_norm", True),
+        "query_pre_attn_scalar": width if n_layers in (46, 62) else head_dim,  # not in the file; of Gemma's 27B another
+    }  # fmt: skip
+    hf |= {key: value for key, value in more.items() if key in known}
+    if pattern := given.get("attention.sliding_window_pattern"):  # every such layer has no window, or a list
+        windows = pattern if isinstance(pattern, list) else [(i + 1) % pattern for i in range(n_layers)]
+        hf["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+    if given.get("rope.dimension_count", head_dim) != head_dim:
+        rope["partial_rotary_factor"] = given["rope.dimension_count"] / head_dim
+    if given.get("rope.scaling.type") in ("linear", "yarn"):
+        rope |= {key: given[name] for key, name in SCALING.items() if name in given}
+        left -= {*SCALING.values()}
+    factors = [tensors[name].floats().tolist() for name in (*FACTORS, FREQUENCIES, FREQUENCIES) if name in tensors]
+    if factors:
+        rope |= {"rope_type": "longrope", "attention_factor": given.get("rope.scaling.attn_factor", 1.0)}
+        rope |= dict(zip(("short_factor", "long_factor"), factors, strict=True))
+        left -= {"rope.scaling.type", "rope.scaling.attn_factor", "rope.scaling.factor"}
+    if left:
+        raise InputError(f"{prefix}{min(left)} {given[min(left)]!r} is unknown here")
+    ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends += [i for i, token in enumerate(values.get("tokenizer.ggml.tokens", [])) if token in END_TOKENS]
+    hf["eos_token_id"] = [*dict.fromkeys(i for i in ends if i is not None)]
+    return {**hf, "bos_token_id": values.get("tokenizer.ggml.bos_token_id"), "rope_scaling": rope or None}

