@@ -1,6 +1,7 @@
 """The advisor: its predictions against sums made by hand, its table against WIRINGS, and bad input."""
 
 import dataclasses
+import re
 import shlex
 
 import pytest
@@ -247,6 +248,12 @@ def test_a_table_for_each_link(capsys):
     assert shown.startswith("PREDICTED: 8b, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of the H100")
     assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie; in us")]
     assert shown.count(advise.PCIE) == 1
+    *_, summary, _ = shown.split("\n\n")
+    first, *gains = summary.splitlines()
+    assert first == "Recommended over each link:" and len(gains) == len(LINKS) - 1
+    for gain, table in zip(gains, shown.split("; in us: ")[1:], strict=True):
+        wiring, factor = re.fullmatch(r"[\w-]+: (\S+), ([\d.]+) times as fast as standard", gain).groups()
+        assert rows(f"\n\n{table}")[wiring][1] == factor and f"Recommended: {wiring}, " in table
 
 
 # ---- Bad input -------------------------------------------------------------------------------------------------------

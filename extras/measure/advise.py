@@ -176,9 +176,9 @@ def distinct_configs(own, names, tp_size):
 
 
 def advice(configs, times, own, tp_size):
-    """Return a Markdown table of predictions, the fastest Config first. The first of `configs` is standard.
+    """Return (a Markdown table of predictions, the fastest Config first, and the recommended wiring with its gain).
 
-    times: of each Config. Bounds, which have no all-reduce, stand at the end.
+    The first of `configs` is standard. times: of each Config. Bounds, which have no all-reduce, stand at the end.
     """
     steps, rows = [step_seconds(*pair) for pair in zip(configs, times, strict=True)], []
     losses, best = measured_losses(own, tp_size), (math.inf, None)
@@ -197,13 +197,14 @@ def advice(configs, times, own, tp_size):
     bounds = [seconds for is_bound, seconds, _ in rows if is_bound] or [(1 - share) * standard]
     text = f"The all-reduces are {100 * share:.0f} % of the standard step: "
     text += f"at most {standard / bounds[0]:.2f} times as fast.\n"
-    page, best = "experts" if own.n_experts else "quality", best[1]
+    page, (seconds, best) = "experts" if own.n_experts else "quality", best
+    gain = f"{best.wiring}, {standard / seconds:.2f} times as fast as standard"
     how = "as it is" if retraining(own, best, tp_size) == "no" else "once retrained (adapt.py)"
     least = f"the fastest in which a small model, retrained on 20 % of its tokens, lost at most {MOST_LOSS:g} %"
     least += f" (benchmarks/{page}.md)"
     text += f"Recommended: {best.wiring}, {how}: {least if own.wiring == 'standard' else 'no other loss is known'}."
     head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "loss, retrained", "needs retraining"]
-    return f"{benchmarking.markdown(head, [cells for *_, cells in rows])}\n\n{text}"
+    return f"{benchmarking.markdown(head, [cells for *_, cells in rows])}\n\n{text}", gain
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -252,10 +253,15 @@ def main(argv=None):
     links = args.link or [one for one in link.LINKS.values() if one.per_byte]
     if any(one.name.startswith("pcie") for one in links):
         print(PCIE)
+    gains = []
     for one in links:
         times = [times_of(c, works[(*c.mlps,)], dtype, args.tp, args.batch, machine, one) for c in configs]
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times[0]._asdict().items())
-        print(f"\n{one.name}; in us: {parts}\n\n{advice(configs, times, own, args.tp)}")
+        table, gain = advice(configs, times, own, args.tp)
+        print(f"\n{one.name}; in us: {parts}\n\n{table}")
+        gains.append(f"{one.name}: {gain}")
+    if len(gains) > 1:
+        print("\nRecommended over each link:\n" + "\n".join(gains))
     folder = args.checkpoint or "DIR"
     line = f"python eval.py --checkpoint {folder} --wiring NAME --compare {folder} --text FILE"
     print(f"\nWhat a wiring loses without retraining is unmeasured, and may be far more. To measure it: {line}")

@@ -41,7 +41,6 @@ KINDS = [  # ((what a value must be, a function that says whether it is), keys)
         num_key_value_heads decoder_sparse_step full_attention_interval sliding_window_pattern
         _sliding_window_pattern no_rope_layer_interval linear_num_key_heads linear_num_value_heads
         linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim num_lanes"""),
-    (whole(2), "original_max_position_embeddings"),
     (whole(0), """sliding_window max_window_layers num_experts num_local_experts num_experts_per_tok
         moe_intermediate_size shared_expert_intermediate_size broadcast_delay"""),
     (whole(-MOST_LAYERS, MOST_LAYERS), "sliding_window_n_layers"),
@@ -50,7 +49,7 @@ KINDS = [  # ((what a value must be, a function that says whether it is), keys)
         final_logit_softcapping embedding_multiplier logits_scaling residual_multiplier attention_multiplier
         low_freq_factor high_freq_factor beta_fast beta_slow attention_factor"""),
     (real(0, 10000), "factor scaling_factor"),  # the context is a multiple of it
-    (real(1), "rope_theta rope_local_base_freq"),
+    (real(1), "original_max_position_embeddings rope_theta rope_local_base_freq"),
     (real(0, 1), "partial_rotary_factor"),
     (("a number, 0 or more", lambda value: type(value) in (int, float) and 0 <= value <= 1e30),
         "mscale mscale_all_dim llama_4_scaling_beta"),
