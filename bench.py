@@ -159,9 +159,15 @@ def add_flags(p):
     p.add_argument("--batch", type=count, nargs="+", metavar="B", help="batch sizes")
     p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
     p.add_argument("--prompt-length", type=count, metavar="N", help="random tokens of each row")
-    p.add_argument("--eager", action="store_true", help="do not compile: starts at once (bench.py on CPUs: as a rule)")
+    p.add_argument("--eager", action="store_true", help="do not compile on GPUs, either: starts at once")
+    p.add_argument("--compile", action="store_true", help="compile on CPUs, too: for minutes, for a few percent")
     flags.add_rank_flags(p)
     flags.add_json_flag(p, "a line for each cell")
+
+
+def is_eager(args):
+    """Return whether to measure without torch.compile: by default on CPUs, whose kernels need none."""
+    return args.eager or not args.compile and (args.device == "cpu" or not torch.cuda.is_available())
 
 
 def parse(argv):
@@ -170,14 +176,13 @@ def parse(argv):
     p = flags.Parser(__doc__)
     add_flags(p)
     names = ["standard", "ladder", "parallel-ladder", "upper-bound"]
-    p.add_argument("--compile", action="store_true", help="compile on CPUs, too: for minutes, for a few percent")
     p.set_defaults(model=size, batch=[1, 4, 16], wiring=names, prompt_length=length, json="bench.jsonl")
     tps = [tp for tp in (1, 2, 4, 8) if tp <= (gpus or cores)]
     p.add_argument("--tp", type=count, nargs="+", default=tps, metavar="N", help="numbers of ranks")
     p.add_argument("--new-tokens", type=number(int, 2), default=new, metavar="N", help="the first is the prefill's")
     p.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds, in which each cell generates once")
     args = p.parse_args(argv)
-    args.eager |= not args.compile and (args.device == "cpu" or not gpus)  # a CPU's kernels need no compiler
+    args.eager = is_eager(args)
     _, config = flags.read_config(args)
     for wiring in args.wiring:
         for tp in args.tp:

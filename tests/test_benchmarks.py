@@ -78,7 +78,7 @@ def test_a_sweep_compares_a_prefill_in_chunks(small, printed, tmp_path):
     assert lines[0]["link"]["tcp"] and f"| {' | '.join(names)} |" in shown
 
 
-@pytest.mark.parametrize("how", [["--eager"], pytest.param([], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [[], pytest.param(["--compile"], marks=pytest.mark.slow)])
 def test_a_sweep_of_a_checkpoint_on_real_ranks_names_their_link(how, tmp_path, tiny):
     out = tmp_path / "out.jsonl"
     flags = ["--checkpoint", tiny, "--wiring", "standard", "--link", "2000us", "--label", "veth"]
@@ -210,9 +210,9 @@ README = str(ROOT / "README.md")
     (sweep, "--link 1ms ''", "--link: '' is none of free,"),
     (sweep, "--link free x", "--link: 'x' is none of free,"),
     (sweep, f"--profile '{README}'", f"--profile {README} is a file: give a folder"),
-    (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: parts need --eager, and a token each"),
-    (sweep, "--prefill 2", "--prefill is 2: parts need --eager"),
-    (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
+    (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: several parts need no --compile"),
+    (sweep, "--prefill 2 --compile", "--prefill is 2: several parts need no --compile"),
+    (sweep, "--simulate-tp 2 --wiring x", "--wiring: unknown wiring 'x'; known: standard, ladder, parallel,"),
     (sweep, "--simulate-tp 8 --wiring spd/4", "the 4 lanes of wiring spd/4 do not fit 8 ranks: use 1, 2, 4 ranks of"),
     (sweep, f"--show '{README}'", f"{README} has no line of this script's, with 'limit_ms'"),
     (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
@@ -230,7 +230,7 @@ def test_a_script_runs_as_a_module():
     """And says in one line what is wrong."""
     command = [sys.executable, "-m", "extras.measure.sweep", "--wiring", "x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("sweep.py: unknown wiring 'x'")
+    assert done.returncode == 2 and done.stderr.startswith("sweep.py: --wiring: unknown wiring 'x'")
     assert done.stderr.count("\n") == 1
 
 

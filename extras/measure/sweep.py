@@ -36,7 +36,7 @@ def parse(argv):
     p = flags.Parser(__doc__)
     bench.add_flags(p)
     p.set_defaults(model="small", batch=[1], prompt_length=64)
-    words = "measure the prefill in so many overlapping parts (default: 1), not a decode step; several need --eager"
+    words = "measure the prefill in so many overlapping parts (1 with --compile; default: 1), not a step"
     p.add_argument("--prefill", nargs="*", type=count, metavar="PARTS", help=words)
     p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: free; of {link.LINK_FORMS}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
@@ -49,12 +49,13 @@ def parse(argv):
     args = p.parse_args(argv)
     if args.show:
         return args
+    args.eager = bench.is_eager(args)
     is_small = args.model == "small" and not args.checkpoint
     args.name, args.config = ("small", SMALL_CONFIG) if is_small else flags.read_config(args)
     args.link = args.link or [link.FREE]
     args.kind, args.splits = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
     if max(args.splits) > 1 and not args.eager or max(args.splits) > args.prompt_length:
-        raise InputError(f"--prefill is {max(args.splits)}: parts need --eager, and a token each of --prompt-length")
+        raise InputError(f"--prefill is {max(args.splits)}: several parts need no --compile and as many tokens")
     if args.prompt_length >= args.config.max_seq_len:
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
