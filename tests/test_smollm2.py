@@ -1,0 +1,148 @@
+"""A real model, SmolLM2-135M-Instruct as the GGUF that `make smollm2` downloads, beside transformers and llama.cpp."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from helpers import ROOT, last_logits, main_on_ranks, run_ranks
+from test_convert import convert
+from tokenizers import pre_tokenizers
+from torch.nn.functional import cross_entropy
+
+import generate
+import tp
+from ladder.checkpoints import checkpoint
+from ladder.checkpoints.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.slow
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDERS = os.environ.get("LADDER_SMOLLM2"), os.environ.get("LADDER_TEST_DATA"), ROOT / "checkpoints"
+STORY = (ROOT / "demo" / "story.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def gguf_file():
+    files = [Path(folder) / NAME for folder in FOLDERS if folder]
+    if not any(map(os.path.isfile, files)):
+        pytest.skip(f"no {NAME}: make smollm2 downloads it, and LADDER_SMOLLM2 may name its folder")
+    return next(filter(os.path.isfile, files))
+
+
+@pytest.fixture(scope="module")
+def folder(gguf_file, tmp_path_factory):
+    """Its checkpoint in float32."""
+    convert(gguf_file, out := tmp_path_factory.mktemp("smollm2") / "float", "--to-float", "--dtype", "float32")
+    return out
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    return load_tokenizer(folder, 49152)
+
+
+@pytest.fixture(scope="module")
+def their_tokenizer(gguf_file):
+    """transformers', with the published folder's pre-tokenizer: of a GGUF, 5.23 forgets that digits are split."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
+    digits, words = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def their_model(gguf_file):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
+    )
+
+
+PIECES = [  # of nasty texts
+    *"aZé0 7\n\t\r'’.…-—/\\\"{}\u00a0\u200b\u200d\ufeff\u0301\u0000\x7f\u202eß漢字かな한국어नमस्ते\U0001f600\U00020000",
+    "  ", "\n\n", "\r\n", "2024", "3.14159", "don't", "WE'LL", " the", "Once upon", "<|im_start|>", "<|im_end|>",
+    "<|endoftext|>", "<|im_", "<s>", "👩‍👩‍👧‍👦", "e\u0301", "ﬁ", "İ", "１２３", "½", "٣", "    def f(x):\n\treturn x", "https://a.b/?c=d&e",
+]  # fmt: skip
+
+
+def test_ids_of_nasty_texts(ours, their_tokenizer):
+    draw = random.Random(0)
+    for _ in range(500):
+        text = "".join(draw.choices(PIECES, k=draw.randint(0, 40)))
+        assert ours.encode_markup(text) == their_tokenizer(text).input_ids, repr(text)
+        plain = their_tokenizer(text, split_special_tokens=True).input_ids
+        assert ours.encode_plain(text) == plain, repr(text)
+        assert ours.decode(plain) == their_tokenizer.decode(plain, clean_up_tokenization_spaces=False), repr(text)
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_ids_of_the_chat_template(ours, their_tokenizer, system):
+    turns = [("user", "In 2024?"), ("assistant", " Yes.\n"), ("user", "Why, <b>friend</b>?")]
+    messages = [{"role": role, "content": text} for role, text in [("system", system), *turns] if text]
+    expected = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert ours.chat(messages) == expected
+
+
+def sharded_logits(world, folder, tokens, lengths, how):
+    config = checkpoint.read_config(folder)
+    net = tp.load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu", world.rank, world.shares)
+    if world.tp_size > 1:
+        net.comm = tp.TensorParallel(config, world.shares, world.group)
+    return last_logits(net, tokens, lengths, **how)
+
+
+@pytest.fixture(scope="module")
+def expected_logits(ours, their_model):
+    """(tokens (2, 60), lengths, transformers' logits of the last 5 tokens of each row)."""
+    tokens, lengths = torch.tensor(ours.encode_plain(STORY)[: 2 * 60]).view(2, 60), torch.tensor([60, 45])
+    with torch.no_grad():
+        logits = their_model(tokens).logits
+    return tokens, lengths, torch.stack([row[n - 5 : n] for row, n in zip(logits, lengths.tolist(), strict=True)])
+
+
+COMPILED = {"compile": True, "compile_prefill": True}  # of which each takes a minute or two
+HOW = [*((ranks, how) for ranks in (1, 2, 3, 4) for how in ({}, {"splits": 2})), (1, COMPILED), (2, COMPILED)]
+
+
+@pytest.mark.parametrize("ranks, how", HOW, ids=str)  # 9 heads and 3 KV heads: also uneven, or a KV head on two ranks
+def test_logits(ranks, how, folder, expected_logits):
+    *prompt, expected = expected_logits
+    for logits in run_ranks(ranks, sharded_logits, folder, *prompt, {"steps": 4, **how}):
+        assert (logits - expected).abs().max() < 1e-3 < expected.std()
+
+
+def test_integers_lose_only_what_rounds_their_scales(gguf_file, folder, ours, tmp_path):
+    ids = torch.tensor([ours.encode_plain(STORY)[:400]])
+    integers = convert(gguf_file, tmp_path / "ours")
+    config = integers.config
+    assert (config.quant, config.group_size, config.not_quantized) == ("int4", 32, ("tok_embeddings",))
+    floats = tp.load_shard(checkpoint.read_config(folder), checkpoint.Weights(folder), torch.float32, "cpu")
+    with torch.no_grad():
+        losses = [cross_entropy(net(ids)[0, :-1], ids[0, 1:]).item() for net in (floats, integers)]
+    assert losses[0] < 3 and abs(losses[0] - losses[1]) < 0.02
+
+
+@pytest.mark.parametrize("prompt", ["One day, a little dog", "1 2 3 4 1 2 3 4 1 2 3"])
+def test_drafts_of_ngrams_leave_the_text(prompt, folder):
+    args = "--checkpoint", folder, "--prompt", prompt, "--temperature", 0, "--max-new-tokens", 60
+    (plain, _), (drafted, report) = (
+        main_on_ranks(2, generate.main, *args, *flags)[0] for flags in ([], ["--draft", "ngram@4"])
+    )
+    assert plain == drafted and len(plain) > 60
+    assert "accepted" in report
+
+
+@pytest.mark.parametrize("prompt", ["One day, a little dog", "The capital of France is"])
+def test_greedy_tokens_are_those_of_llama_cpp(prompt, gguf_file, folder, ours):
+    """Unless two logits are nearer than llama.cpp's errors, since it multiplies by activations in 8 bits."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    theirs = llama_cpp.Llama(str(gguf_file), n_ctx=256, n_threads=1, verbose=False)
+    ids = ours.encode(prompt)
+    assert theirs.tokenize(prompt.encode(), add_bos=False) == ids
+    net = tp.load_shard(checkpoint.read_config(folder), checkpoint.Weights(folder), torch.float32, "cpu")
+    with torch.no_grad():
+        for _, token in zip(range(60), theirs.generate(ids, temp=0.0), strict=False):
+            logits = net(torch.tensor([ids]))[0, -1]
+            assert logits.max() - logits[token] < 0.3
+            ids.append(token)
