@@ -59,6 +59,7 @@ def open_source(source, revision=None, with_tokenizer=True):
         return weights, weights.config, None
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
+    read_json(path / "config.json")  # of a folder without one, say that first
     return open_folder(path, checkpoint.Weights(path))
 
 

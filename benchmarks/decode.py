@@ -1,6 +1,7 @@
 """Decode and prefill of ours and llama.cpp on one CPU, the same shape and random bfloat16 weights, in turns.
 
 python -m benchmarks.decode --threads 2 --engines ours:int8 ours:int4 llama.cpp:q8_0 llama.cpp:q4_0 ...
+python -m benchmarks.decode --checkpoint DIR --gguf FILE --engines ours ours:eager llama.cpp
 python -m benchmarks.decode --show decode.jsonl
 
 llama.cpp needs pip install llama-cpp-python gguf. The shape is that of Llama 3.2 1B, or of --model, with an output
@@ -36,20 +37,21 @@ from ladder.ranks.world import World
 FILLED = 128  # slots of the cache before a decode step
 WORLD = World(0, 1, torch.device("cpu"))
 # an engine's weights, behind the colon of its name: ours of as many bits
-OURS = {"": "ours", "int8": "ours:int8", "q8_0": "ours:int8", "int4": "ours:int4", "q4_0": "ours:int4"}
+OURS = {"": "ours", "eager": "ours", "int8": "ours:int8", "q8_0": "ours:int8", "int4": "ours:int4", "q4_0": "ours:int4"}
 KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens"}
 
 # ---- The engines -----------------------------------------------------------------------------------------------------
 # Each returns prepare(kind, n), which returns a function that runs that case, and the bytes that our decode step reads.
 
 
-def ours(c, quant):
-    config = dataclasses.replace(c, quant=quant or None, group_size=64 if quant == "int4" else None)
-    model = load_model(config, None, "bfloat16", WORLD)
+def ours(config, kind, args):
+    if kind.startswith("int"):
+        config = dataclasses.replace(config, quant=kind, group_size=64 if kind == "int4" else None)
+    model, compile = load_model(config, args.checkpoint, "bfloat16", WORLD), kind != "eager"
 
     def prepare(kind, n):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)
-        runner = Runner(model, make_cache(model, batch, length + 1), compile=True)
+        runner = Runner(model, make_cache(model, batch, length + 1), compile)
         run = replays(runner, *pad([[1] * length] * batch, runner.device))[kind]
         torch.compiler.set_stance("default")
         run()  # compiles
@@ -90,15 +92,16 @@ def write_gguf(path, c, quant):
     writer.close()
 
 
-def llama_cpp(c, quant):
+def llama_cpp(config, quant, args):
     try:
         import llama_cpp
 
         parameters = llama_cpp.llama_model_default_params()
         parameters.use_mmap = False  # anonymous memory, as the others have; so the file may go
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
-            write_gguf(file.name, c, quant)
-            model = llama_cpp.llama_model_load_from_file(file.name.encode(), parameters)
+            if not args.gguf:
+                write_gguf(file.name, config, quant)
+            model = llama_cpp.llama_model_load_from_file((args.gguf or file.name).encode(), parameters)
     except ImportError as error:
         raise InputError(f"llama.cpp: {error}; pip install llama-cpp-python gguf") from None
 
@@ -138,7 +141,7 @@ def llama_cpp(c, quant):
     return prepare
 
 
-ENGINES = dict.fromkeys(("ours", "ours:int8", "ours:int4"), ours)
+ENGINES = dict.fromkeys(("ours", "ours:eager", "ours:int8", "ours:int4"), ours)
 ENGINES |= dict.fromkeys(("llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0"), llama_cpp)
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -147,6 +150,8 @@ ENGINES |= dict.fromkeys(("llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0"), llam
 def parse(argv):
     p = flags.Parser(__doc__)
     p.add_argument("--model", default="1b", metavar="NAME[:N]", help="N layers of a Llama of this size, e.g. 8b:4")
+    p.add_argument("--checkpoint", metavar="DIR", help="ours and ours:eager: of this folder instead of random weights")
+    p.add_argument("--gguf", metavar="FILE", help="llama.cpp: of this file, from which that folder was converted")
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
     p.add_argument("--engines", nargs="+", metavar="NAME", help=f"of {', '.join(ENGINES)} (default: ours)")
     p.add_argument("--decode", type=count, nargs="*", default=[1, 4, 16, 64], metavar="BATCH", help="rows of a step")
@@ -160,6 +165,8 @@ def parse(argv):
     args.engines = args.engines or ["ours"]
     if unknown := {*args.engines}.difference(ENGINES):
         raise InputError(f"--engines: unknown {unknown.pop()!r}; known: {', '.join(ENGINES)}")
+    if bool(args.checkpoint) != bool(args.gguf) and llama_cpp in map(ENGINES.get, args.engines):
+        raise InputError("--checkpoint and --gguf: llama.cpp needs both or neither, so that the models are the same")
     if named_size(args.model).n_experts and llama_cpp in map(ENGINES.get, args.engines):
         raise InputError(f"--model {args.model} is a mixture of experts: llama.cpp's file is written for a dense Llama")
     return args
@@ -168,9 +175,11 @@ def parse(argv):
 def measure(args):
     """Yield the line of each engine in each case."""
     torch.set_num_threads(args.threads)
-    config = dataclasses.replace(named_size(args.model), tie_embeddings=False)
-    engines = {name: ENGINES[name](config, name.partition(":")[2]) for name in args.engines}
-    made = {**environment(WORLD), "model": args.model, "rounds": args.rounds}
+    name, config = flags.read_config(args)
+    if not args.checkpoint:
+        name, config = args.model, dataclasses.replace(config, tie_embeddings=False)
+    engines = {name: ENGINES[name](config, name.partition(":")[2], args) for name in args.engines}
+    made = {**environment(WORLD), "model": name, "rounds": args.rounds}
     for kind, n in [("decode", batch) for batch in args.decode] + [("prefill", tokens) for tokens in args.prefill]:
         steps = {name: prepare(kind, n) for name, prepare in engines.items()}
         turns = {name: partial(timed, WORLD.device, run) for name, (run, _) in steps.items()}

@@ -75,8 +75,8 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
 
 
 @pytest.mark.parametrize("quant, device, dtype, used", [
-    ("int4", "cuda", "bfloat16", True), ("int8", "cuda", "bfloat16", True), ("int8", "cpu", "bfloat16", True),
-    ("int4", "cpu", "bfloat16", False), ("int8", "cuda", "float16", False), ("", "cuda", "bfloat16", False),
+    ("int4", "cuda", "bfloat16", True), ("int8", "cuda", "bfloat16", True), ("int8", "cuda", "float16", False),
+    ("", "cuda", "bfloat16", False),
 ])  # fmt: skip
 def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, dtype, used, monkeypatch):
     config, calls = sizes.named_size(f"1b:1:{quant}" if quant else "1b:1"), []
