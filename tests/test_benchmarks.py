@@ -215,7 +215,7 @@ README = str(ROOT / "README.md")
     (sweep, "--simulate-tp 2 --wiring x", "--wiring: unknown wiring 'x'; known: standard, ladder, parallel,"),
     (sweep, "--simulate-tp 8 --wiring spd/4", "the 4 lanes of wiring spd/4 do not fit 8 ranks: use 1, 2, 4 ranks of"),
     (sweep, f"--show '{README}'", f"{README} has no line of this script's, with 'limit_ms'"),
-    (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
+    (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:eager,"),
     (decode, "--engines llama.cpp --gguf x", "--checkpoint and --gguf: llama.cpp needs both or neither"),
     (decode, "--engines ours llama.cpp --model 30b-a3b:1", "--model 30b-a3b:1 is a mixture of experts: llama.cpp's"),
     (decode, f"--show '{README}'", f"{README} has no line of this script's, with 'engine'"),
