@@ -241,6 +241,8 @@ SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("overlap.md", sweep, "standard ladder parallel parallel-ladder spd upper-bound", "overlap-memory.jsonl", 1),
     ("overlap.md", sweep, "standard ladder parallel upper-bound", "overlap-netns.jsonl", 1),
     ("experts.md", sweep, "", "overlap-experts-h100.jsonl", 1),
+    ("overlap.md", sweep, "", "overlap-eager.jsonl", 1),
+    ("smollm2.md", decode, "", "smollm2.jsonl", 1),
     ("decode.md", decode, "", "decode.jsonl", 2),
     ("decode.md", decode, "", "decode-calls.jsonl", 1),
     ("decode.md", decode, "", "decode-panels.jsonl", 1),

@@ -96,12 +96,16 @@ def gptq_in_8_bits(w, seed):
     return parts, exact(q, s, np.full((len(q), 1), 128)), None
 
 
-def pack_quantized(w, seed, symmetric=True):
+def pack_quantized(w, seed, symmetric=True, act_order=False):
     q, s, z = in_groups(w, 32, symmetric, seed)
     parts = {"weight_packed": packed(q, range(8)), "weight_scale": torch.from_numpy(s)}
     parts |= {"weight_shape": torch.tensor(w.shape)}
     if not symmetric:
         parts["weight_zero_point"] = packed(z.T, range(8)).T.contiguous()
+    if act_order:
+        index = np.random.default_rng(seed).permutation(np.arange(w.shape[1]) // 32)
+        parts["weight_g_idx"] = torch.from_numpy(index).int()
+        return parts, exact(q, s, z, index), q
     return parts, exact(q, s, z), q
 
 
@@ -143,6 +147,7 @@ FORMATS = {  # name: (a format, quantization_config, group size)
     "pack-quantized": (pack_quantized, COMPRESSED, 32),
     "pack-quantized, asymmetric": (lambda w, i: pack_quantized(w, i, False), COMPRESSED, 32),
     "pack-quantized, rows": (per_channel, COMPRESSED, 128),
+    "pack-quantized, act-order": (lambda w, i: pack_quantized(w, i, act_order=True), COMPRESSED, None),
     "FP8, blocks": (block_fp8, BLOCKS, None),
     "FP8, rows": (fp8, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {}}}}, None),
     "FP8, tensors": (lambda w, s: fp8(w, s, None, shape=()), {"quant_method": "fp8"}, None),
@@ -571,6 +576,12 @@ def with_tensors(change):
 
 Q = "model.layers.1.self_attn.q_proj."
 AWQ, GPTQ = FORMATS["AWQ"][1], FORMATS["GPTQ"][1]
+ASYMMETRIC = {"weights": {"symmetric": False}}
+
+
+def as_bare_integers(state):
+    state[f"{Q}weight"] = state[f"{Q}weight"].to(torch.int8)
+    del state[f"{Q}weight_scale"]
 
 
 def halved(name):
@@ -586,6 +597,17 @@ BAD = {  # (format, what is wrong, message)
     "marlin": ("GPTQ", with_config(quantization_config={**GPTQ, "checkpoint_format": "marlin"}), "'marlin' of GPTQ"),
     "no scales": ("AWQ", with_tensors(lambda s: s.pop(f"{Q}scales")), "q_proj has no scales"),
     "no FP8 scales": ("FP8, rows", with_tensors(lambda s: s.pop(f"{Q}weight_scale")), "but its scales are missing"),
+    "no int8 scales": ("FP8, rows", with_tensors(as_bare_integers), "but its scales are missing"),
+    "no block size": ("FP8, blocks", with_config(quantization_config={"quant_method": "fp8"}), "_size is missing"),
+    "no order": ("GPTQ, act-order", with_tensors(lambda s: s.pop(f"{Q}g_idx")), "q_proj: has no g_idx"),
+    "rotated": (
+        "pack-quantized", with_config(quantization_config={**COMPRESSED, "transform_config": {"a": 1}}), "rotates",
+    ),
+    "no zero points": (
+        "pack-quantized", with_config(quantization_config={**COMPRESSED, "config_groups": {"0": ASYMMETRIC}}),
+        "has no weight_zero_point",
+    ),
+    "huge shape": ("pack-quantized", with_tensors(lambda s: s[f"{Q}weight_shape"].fill_(2**31 - 1)), "do not fit"),
     "NaN scales": ("AWQ", with_tensors(lambda s: s[f"{Q}scales"].fill_(math.nan)), "q_proj.scales, .*NaN or infinite"),
     "half the columns": ("GPTQ", halved("qweight"), "q_proj"),
     "half of FP8's scales": ("FP8, blocks", halved("weight_scale_inv"), "scales do not fit a weight"),

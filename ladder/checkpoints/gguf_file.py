@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladder.checkpoints.checkpoint import refuse_pointer
+from ladder.checkpoints.checkpoint import MOST_LAYERS, refuse_pointer
 from ladder.checkpoints.families import FAMILIES, REQUIRED
 from ladder.checkpoints.gguf_tokenizer import write_tokenizer
 from ladder.checkpoints.quantized_formats import Matrix, QuantizedWeights, affine, errors_of
@@ -44,7 +44,7 @@ SCALING = {
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
 OTHERS = {  # that need no entry of their own, or change nothing
-    "vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.finetuned", "attention.causal",
+    "vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.finetuned",
     "expert_weights_norm", "expert_feed_forward_length", "tensor_data_layout", "attention.sliding_window_pattern",
 }  # fmt: skip
 NAMES = {
@@ -108,9 +108,13 @@ class File:
     def value(self, kind):
         if kind == STRING:
             return self.text()
-        if kind != ARRAY:
+        if kind in NUMBERS:
             return self.take(NUMBERS[kind])[0]
+        if kind != ARRAY:
+            raise InputError(f"a value of type {kind} is not read")
         kind, count = self.take("IQ")
+        if kind != STRING and kind not in NUMBERS:
+            raise InputError(f"a list of values of type {kind} is not read")
         return [self.text() for _ in range(count)] if kind == STRING else [*self.take(f"{count}{NUMBERS[kind]}")]
 
 
@@ -221,6 +225,8 @@ def config(values, tensors):
         raise InputError(f"architecture {architecture!r} is not supported; {', '.join(FAMILY)} are")
     prefix, family = f"{architecture}.", FAMILY[architecture]
     given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and value}
+    if not (given.pop("attention.causal", True) and values.get(f"{prefix}attention.causal", True)):
+        raise InputError(f"{prefix}attention.causal is false: a model that reads what follows is not computed")
     family = "mixtral" if family == "llama" and "expert_count" in given else family
     family = "olmo3" if family == "olmo2" and "attention.sliding_window" in given else family
     known, left, rope = {*FAMILIES[family].keys, *REQUIRED}, given.keys() - OTHERS, {}
@@ -229,6 +235,8 @@ def config(values, tensors):
     hf |= {"model_type": family, "vocab_size": tensors["token_embd.weight"].shape[0]}
     hf |= {"tie_word_embeddings": "output.weight" not in tensors}
     width, n_layers = hf["hidden_size"] // hf["num_attention_heads"], hf["num_hidden_layers"]
+    if not 0 < n_layers <= MOST_LAYERS:
+        raise InputError(f"{prefix}block_count is {n_layers} but must be 1 to {MOST_LAYERS}")
     head_dim = hf.setdefault("head_dim", width)
     more = {
         "attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_down.bias" in tensors,

@@ -99,7 +99,8 @@ class QuantizedWeights:
     def read(self, name):
         with errors_of(name):
             tensor = self.tensors[name]()
-            if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+            is_float = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+            if name.endswith(".weight") and not is_float and tensor.dtype != torch.uint8:  # which _packed returns
                 raise InputError(f"it is in {str(tensor.dtype)[6:]}, but its scales are missing")
             return tensor
 
@@ -176,18 +177,30 @@ def gptq(parts, settings):
     def points():
         return words(parts["qzeros"](), bits).mT.float() + (version == "gptq")  # version 1 stores one less
 
+    if settings.get("desc_act") and "g_idx" not in parts:
+        raise InputError("has no g_idx, but desc_act says that its columns are in another order")
     K, G = len(parts["qweight"]()) * 32 // bits, len(parts["scales"]())
     return with_points("GPTQ", parts, "scales", q, points, K, G, bits, index="g_idx")
+
+
+def weight_groups(settings):
+    """Return the groups of compressed-tensors' settings that say how weights are stored."""
+    return [group for group in (settings.get("config_groups") or {}).values() if group["weights"]]
 
 
 def packed(parts, settings):
     """compressed-tensors' pack-quantized: what is stored is 2^(bits - 1) more than the signed integers."""
     (N, K), G = parts["weight_shape"]().tolist(), parts["weight_scale"]().shape[-1]
     bits = 32 * parts["weight_packed"]().shape[-1] // K
+    if len(parts["weight_packed"]()) != N:
+        raise InputError(f"{len(parts['weight_packed']())} rows do not fit weight_shape {N}, {K}")
+    asymmetric = [group["weights"].get("symmetric") is False for group in weight_groups(settings)]
+    if asymmetric and all(asymmetric) and "weight_zero_point" not in parts:
+        raise InputError("has no weight_zero_point, but its config says symmetric: false")
 
     def points():
         if "weight_zero_point" not in parts:
-            return torch.full((N, G), 2.0 ** (bits - 1))
+            return torch.full_like(parts["weight_scale"](), 2.0 ** (bits - 1), dtype=torch.float32)
         z = parts["weight_zero_point"]()
         return z + 2.0 ** (bits - 1) if z.dtype == torch.int8 else words(z.mT, bits)[:, :N].mT
 
@@ -201,13 +214,17 @@ def packed(parts, settings):
 def scaled(parts, settings, name="weight_scale"):
     """FP8, or 8-bit integers, with a scale for each block, row or tensor."""
     block = settings.get("weight_block_size")
-    for group in (settings.get("config_groups") or {}).values():
-        block = block or (group["weights"] or {}).get("block_structure")
+    for group in weight_groups(settings):
+        block = block or group["weights"].get("block_structure")
 
     def floats():
         w, s = parts["weight"](), parts[name]().float()
         s = s.reshape(-1, 1) if s.dim() < 2 else s
         sizes = block or [-(-n // count) for n, count in zip(w.shape, s.shape, strict=True)]
+        if not block and (s.shape[0] not in (1, len(w)) or w.shape[1] % s.shape[1]):
+            raise InputError(
+                f"scales {tuple(s.shape)} do not fit a weight {tuple(w.shape)}: weight_block_size is missing"
+            )
         if w.dtype.itemsize > 1 or w.dtype == torch.uint8 or "weight_zero_point" in parts:
             raise InputError(f"weights in {str(w.dtype)[6:]} with scales are not read")
         if s.shape != tuple(-(-n // size) for n, size in zip(w.shape, sizes, strict=True)):
@@ -249,10 +266,16 @@ def dequantizing(source, values, path):
         raise InputError(f"{path} {BITSANDBYTES}")
     if not isinstance(method, str) or method not in METHODS:
         raise InputError(f"{path}: quant_method {method!r} is not read, only {', '.join(METHODS)} are")
+    if settings.get("transform_config"):
+        raise InputError(f"{path}: transform_config, which rotates activations, is not computed")
+    with errors_of(f"{path}/config.json: quantization_config"):
+        inputs = [group.get("input_activations") for group in (settings.get("config_groups") or {}).values()]
+    if any((*inputs, settings.get("kv_cache_scheme"), settings.get("activation_scheme"))):
+        print("activations and the cache stay floats: that quantization_config stores them in 8 bits is not used")
     grouped, plain, matrices = {}, {}, {}
     for name in source.names():
         read = functools.partial(source.read, name)
-        if match := re.fullmatch(rf"(.+)[._]({'|'.join(PARTS)})", name):
+        if match := re.fullmatch(rf"(.+?)[._]({'|'.join(PARTS)})", name):
             grouped.setdefault(match[1], {})[match[2]] = read
         elif not name.endswith((".k_scale", ".v_scale")):  # of a cache in 8 bits
             plain[name] = read
