@@ -283,19 +283,19 @@ def generate(*args, **kwargs):
 def load(job):
     """Load what a Job asks for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
     args, world, start = job.args, job.world, time.perf_counter()
-    compile, compile_prefill = args.compile is not None, args.compile == "all"
+    compile_decode, compile_prefill = args.compile is not None, args.compile == "all"
     model = load_model(job.config, args.checkpoint, args.dtype, world)
     # the cache holds the longest prompt and its new tokens, and the dummy slot
-    cache = make_cache(model, len(job.prompts), job.slots, in_buckets=compile)
+    cache = make_cache(model, len(job.prompts), job.slots, in_buckets=compile_decode)
     with world.together():
-        runner = Runner(model, cache, compile, compile_prefill)
+        runner = Runner(model, cache, compile_decode, compile_prefill)
         runner.shows_progress = world.rank == 0
         if job.draft_source:
             from ladder.decoding import drafts
 
             runner.draft = drafts.build(job, runner)
     seconds = {"load_s": time.perf_counter() - start, "compile_s": 0.0}
-    if compile:
+    if compile_decode:
         from ladder.kernels import compiling
 
         seconds["compile_s"] = compiling.warm_up_aloud(runner, job)

@@ -1,4 +1,4 @@
-"""What --compile takes besides torch.compile: a compiler, and kernels for a decode step.
+"""What --compile takes besides torch.compile: a compiler, and on a GPU kernels for a decode step.
 
 Shape letters: model.py.
 """
@@ -67,7 +67,7 @@ def split_attend(q, k, v, mask, positions, window, score_cap):
 
 
 def use_decode_kernels(model):
-    """Let a model use kernels for a decode step, on a CPU those of ladder/kernels/cpu."""
+    """Let a model use kernels for a decode step. On a CPU generate.load_model has chosen them already, if it made it."""
     if model.device.type == "cpu":
         decode_modules.use_skinny_gemm(model)
         return
@@ -168,7 +168,7 @@ def warm_up_aloud(runner, job):
     seconds = warm_up(runner, job.prompts, job.max_new_tokens, job.sample)
     text = f"compiled in {seconds:.1f} s"
     if on_cpu and not runner.draft and runner.compiles:
-        before, after = (1e3 * step_seconds(runner, job.prompts, way) for way in (model, runner.decode_model))
+        before, after = (1e3 * time_step(runner, job.prompts, way) for way in (model, runner.decode_model))
         tokens = math.ceil(1e3 * seconds / max(before - after, 1e-3))
         gain = f"that pays off after {tokens:,} tokens" if after < before else "no gain"
         text += f"; a token takes {after:.1f} ms instead of {before:.1f}: {gain}"
@@ -177,7 +177,7 @@ def warm_up_aloud(runner, job):
 
 
 @torch.inference_mode()
-def step_seconds(runner, prompts, decode_model):
+def time_step(runner, prompts, decode_model):
     """Return the seconds that a greedy decode step after the prompts takes with this model, the least of three."""
     runner, times = copy.copy(runner), []
     runner.decode_model = decode_model

@@ -9,8 +9,8 @@ from ladder.kernels.quant_linear import QuantLinear
 
 # {(Config.quant, set): function that gives a kernel to those of a list of QuantLinears that fit, and packs them for it}
 KERNELS = {
-    ("int8", "cpu"): quant_linear.use_int8,  # eager
-    ("int8", "skinny_gemm"): skinny_gemm.use_integers,  # what --compile takes on a CPU
+    ("int8", "cpu"): quant_linear.use_int8,  # where skinny_gemm.cpp cannot be built
+    ("int8", "skinny_gemm"): skinny_gemm.use_integers,
     ("int4", "skinny_gemm"): skinny_gemm.use_integers,
     ("int8", "cuda"): integers.use_int8,
     ("int4", "cuda"): integers.use_int4,

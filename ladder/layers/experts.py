@@ -124,7 +124,7 @@ class Experts(nn.Module):
         self.w1 = ExpertMatrices(dim, neurons, n_experts)
         self.w3 = ExpertMatrices(dim, neurons, n_experts)
         self.w2 = ExpertMatrices(neurons, dim, n_experts)
-        self.kernel = multiply  # --compile on a CPU and training choose another one
+        self.kernel = multiply  # skinny_gemm.cpp and training choose another one
 
     def forward(self, x, chosen):
         """Return the outputs (T, k, D) of the experts `chosen` (T, k) by the tokens x (T, D)."""
