@@ -67,7 +67,7 @@ def split_attend(q, k, v, mask, positions, window, score_cap):
 
 
 def use_decode_kernels(model):
-    """Let a model use kernels for a decode step. On a CPU generate.load_model has chosen them already, if it made it."""
+    """Let a model use kernels for a decode step. On a CPU generate.load_model has done so already."""
     if model.device.type == "cpu":
         decode_modules.use_skinny_gemm(model)
         return
