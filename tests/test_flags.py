@@ -90,8 +90,9 @@ SCRIPTS = {
     ),
     "convert_hf_checkpoint of one file": (
         "{tiny}/model.safetensors --out {}/out",
-        {"": "model.safetensors is no llama2.c file (give the folder of safetensors)"},
+        {"": "model.safetensors is no GGUF file and no llama2.c file (of safetensors give the folder): its header reads"},
     ),
+    "convert_hf_checkpoint of a text": ("{tiny}/config.json --out {}/out", {"": "is no GGUF file and no llama2.c file"}),
     "convert_hf_checkpoint of nothing": ("", {"'' --out {}/out": "SOURCE is empty: give a value"}),
     "convert_hf_checkpoint": (
         "{}",
