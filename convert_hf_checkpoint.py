@@ -191,7 +191,7 @@ def main(argv=None):
     flags.add_output_flags(p, "checkpoints/1b")
     flags.add_wiring_flags(p)
     args = p.parse_args(argv)
-    outputs.check_absent(args.out)
+    outputs.check_absent_first(args.out)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     weights, own, folder = open_source(args.source, args.revision, with_tokenizer=not args.tokenizer)

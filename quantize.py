@@ -114,7 +114,7 @@ def main(argv=None):
     p.add_argument("--iterations", type=flags.number(int, 0), default=20, metavar="N", help=rounds)
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")
     args = p.parse_args(argv)
-    outputs.check_absent(args.out)
+    outputs.check_absent_first(args.out)
     config, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     not_quantized = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
