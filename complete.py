@@ -45,8 +45,12 @@ def complete(
     """
     if tokenizer is None:
         raise InputError("tokenizer is None: the checkpoint has none, so there is no text to complete")
-    if isinstance(prompts, str) or not prompts or not all(prompts):
-        raise InputError("prompts is one text, empty, or has an empty text: give a list of texts")
+    if isinstance(prompts, str):
+        raise InputError("prompts is one text: give a list of texts")
+    if not prompts:
+        raise InputError("prompts is empty: give one text or more")
+    if not all(prompts):
+        raise InputError(f"prompts[{list(map(bool, prompts)).index(False)}] is an empty text")
     device = choose_device(str(model.device))  # selects it, if it is a GPU
     sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]

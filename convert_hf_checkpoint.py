@@ -42,6 +42,8 @@ def open_source(source, revision=None, with_tokenizer=True):
     """
     path = Path(source)
     if os.path.isfile(path):
+        if not os.path.getsize(path):
+            raise InputError(f"{source} is empty: copy it again")
         with open(path, "rb") as file:
             is_gguf = file.read(4) == b"GGUF" or path.suffix == ".gguf"
         if is_gguf:
@@ -49,16 +51,18 @@ def open_source(source, revision=None, with_tokenizer=True):
 
             tensors = open_gguf(path, with_tokenizer)
             return open_folder(Path(tensors.folder.name), tensors)
-    local = os.path.exists(path) or os.path.isdir(source.partition("/")[0])
+    local = os.path.exists(path) or os.path.isdir(source.partition("/")[0]) or path.suffix in (".gguf", ".bin")
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
+    if not os.path.isfile(path) and not os.path.isdir(path):
+        raise InputError(f"{source}: no such file or folder, and no hub id such as meta-llama/Llama-3.2-1B")
     if not os.path.isfile(path / "config.json") and (hint := checkpoint.explain(path)):
+        files = sorted(path.glob("*.gguf"))
+        hint = f": give the file itself: {files[0]}" if "is in GGUF" in hint else hint
         raise InputError(f"{source} cannot be converted{hint}")
     if os.path.isfile(path):
         weights = Llama2cWeights(path)
         return weights, weights.config, None
-    if not os.path.isdir(path):
-        raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
     read_json(path / "config.json")  # of a folder without one, say that first
     return open_folder(path, checkpoint.Weights(path))
 
@@ -187,6 +191,7 @@ def main(argv=None):
     flags.add_output_flags(p, "checkpoints/1b")
     flags.add_wiring_flags(p)
     args = p.parse_args(argv)
+    outputs.check_absent_first(args.out)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     weights, own, folder = open_source(args.source, args.revision, with_tokenizer=not args.tokenizer)

@@ -60,6 +60,13 @@ def check_absent(path):
         raise InputError(f"{path} already exists: remove it or give another folder")
 
 
+def check_absent_first(path):
+    """Do what check_absent does, before new_folder; what a killed writer has left of its lock is removed, too."""
+    if os.path.lexists(os.path.realpath(path)):
+        with reserved(path):
+            check_absent(path)
+
+
 def publish(unfinished, path):
     """Give a complete file or folder its name, once all of it is on the disk."""
     for file in (unfinished, *unfinished.rglob("*")):

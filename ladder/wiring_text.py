@@ -10,7 +10,7 @@ class Parsed(NamedTuple):
     """A wiring's text, NAME[-STALE][:PARAMETER][/LANES]."""
 
     name: str
-    parameter: int | tuple | None = None
+    parameter: int | tuple | range | None = None
     stale: int | None = None
     lanes: int | None = None
 
@@ -38,7 +38,7 @@ def parse_wiring(text, find_wiring):
         raise InputError(f"no such wiring: {text!r}; write {' or '.join(known.rsplit(', ', 1))}")
     if parameter and "-" in parameter:
         first, last = map(int, parameter.split("-"))
-        parameter = tuple(range(first, min(last, first + 10**4) + 1))
+        parameter = range(first, last + 1)
     elif parameter and "," in parameter:
         parameter = tuple(map(int, parameter.removesuffix(",").split(",")))
     elif parameter:
@@ -48,7 +48,9 @@ def parse_wiring(text, find_wiring):
 
 def wiring_name(name, parameter=None, stale=None, lanes=None):
     """Return a wiring's text: the inverse of parse_wiring."""
-    if isinstance(parameter, tuple | list):
+    if isinstance(parameter, range):
+        parameter = f"{parameter.start}-{parameter.stop - 1}"
+    elif isinstance(parameter, tuple | list):
         parameter = ",".join(map(str, parameter)) + "," * (len(parameter) == 1)
     pairs = ("-", stale), (":", parameter), ("/", lanes)
     return name + "".join(f"{sign}{value}" for sign, value in pairs if value is not None)
@@ -57,10 +59,10 @@ def wiring_name(name, parameter=None, stale=None, lanes=None):
 def choose_layers(parsed, wiring, n):
     """Return the layers, of n, that a Parsed wires so. wiring: its model.Wiring. Raises InputError."""
     parameter, text = parsed.parameter, wiring_name(*parsed)
-    chosen = parameter if isinstance(parameter, tuple) else range(n % wiring.blocks, n)
+    chosen = parameter if isinstance(parameter, tuple | range) else range(n % wiring.blocks, n)
     if isinstance(parameter, int) and wiring.n_means == "layers":
         chosen = range(max(-1, n - parameter), n)  # -1: too many, refused below
-    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(n)):
+    if not 0 < len(chosen) <= n or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(n)):
         fit = f"NAME:N takes 1 to {n}, NAME:I,J and NAME:I-J distinct layers from 0 to {n - 1}"
         raise InputError(f"wiring {text} does not fit {n} layers: {fit}")
     if wiring.stale > 2 * n:

@@ -549,7 +549,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
 FP8 = {"model/layers/0/self_attn/v_proj/weight": torch.zeros(16, 48).to(torch.float8_e4m3fn)}
 BAD = {
     "an adapter": (only("adapter_config.json"), "adapter_config.json is an adapter's: merge it: peft"),
-    "GGUF": (only("a.gguf"), "a.gguf is in GGUF: convert it first, convert_hf_checkpoint.py FILE.gguf"),
+    "GGUF": (only("a.gguf"), "hf cannot be converted: give the file itself: .*hf/a.gguf"),
     "Meta's own": (only("params.json"), "params.json is in Meta's or Mistral's own format: take"),
     "a pickle": (only("consolidated.00.pth"), "consolidated.00.pth is a pickle: take"),
     "an old one": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "a pickle: transformers makes"),

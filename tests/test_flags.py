@@ -63,6 +63,7 @@ SCRIPTS = {
         "",
         {
             "": "one of the arguments --checkpoint --model is required",
+            "--chekpoint demo": "is required; --chekpoint is no flag; did you mean --checkpoint?",
             "--model 9b": "--model 9b is no size, or asks for too many layers: give NAME, ",
             "--model 80b:2": "; did you mean 8b?",
             "--model 8b --prompt a": "--model has no tokenizer: use --prompt ids:",
@@ -82,6 +83,7 @@ SCRIPTS = {
     "quantize": (
         "--checkpoint {even} --out {}/out",
         {
+            "--mode int4 --group-size 48 --out {even}": "already exists: remove it or give another folder",
             "--mode int4 --group-size 48": "group size 48 is none of 32, 64, 128",
             "--mode int8 --group-size 64": "a group size is for int4",
             "--mode int8 --keep w9": "cannot keep 'w9' from being quantized; known: tok_embeddings, wqkv",
@@ -90,12 +92,15 @@ SCRIPTS = {
     ),
     "convert_hf_checkpoint of one file": (
         "{tiny}/model.safetensors --out {}/out",
-        {"": "model.safetensors is no llama2.c file (give the folder of safetensors)"},
+        {"": "model.safetensors is no GGUF file and no llama2.c file (of safetensors give the folder)"},
     ),
-    "convert_hf_checkpoint of nothing": ("", {"'' --out {}/out": "SOURCE is empty: give a value"}),
+    "convert_hf_checkpoint of text": ("{tiny}/config.json --out {}/out", {"": "is no GGUF file and no llama2.c file"}),
+    "convert_hf_checkpoint of nothing": ("", {"demo --output=x": "--out; --output is no flag; did you mean --out?"}),
+    "convert_hf_checkpoint of no name": ("", {"'' --out {}/out": "SOURCE is empty: give a value"}),
     "convert_hf_checkpoint": (
         "{}",
         {
+            "--out {}/long": "long already exists: remove it",
             "--out {}/out": "config.json: No such file or directory",
             "--out {}/out --tokenizer /nowhere": "--tokenizer /nowhere: no such file",
             "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",

@@ -149,6 +149,9 @@ def test_the_functions_of_a_notebook(tiny, greedy):
     assert ladder.config.wiring == "ladder" and ladder.norm.weight.dtype == torch.bfloat16
     with pytest.raises(InputError, match="leaves no room in the context of 64"):
         complete(model, tokenizer, ["dog " * 90])
+    for prompts, line in ("a", " is one text"), ([], " is empty"), (["a", ""], r"\[1\] is an empty text"):
+        with pytest.raises(InputError, match=f"prompts{line}"):
+            complete(model, tokenizer, prompts)
 
 
 @pytest.mark.slow
@@ -265,8 +268,9 @@ def test_a_chat_with_a_template_and_a_full_context(copy, flags):
     texts = printed.split("\n")
     assert "do not fit the context of 64: starting anew with this message" in said
     assert texts[0] in texts[2:4] and texts[0] != texts[1] and "" not in texts[:4]
-    again, said = run(*flags, stdin="a\n" + "dog " * 60 + "\n/help\nb\na\na\n/exit\na\n")
-    assert "tokens leaves no room in the context of 64: shorten it" in said and "/reset begins" in said
+    again, said = run(*flags, stdin="a\n" + "dog " * 60 + "\n/help\n/quit\nb\na\na\n/exit\na\n")
+    assert "tokens leaves no room in the context of 64: shorten it" in said and said.count("/reset begins") == 2
+    assert "/quit is no command: /reset begins" in said
     assert again == printed  # a message that is refused leaves the conversation as it was
     assert said.count("(cut at --max-new-tokens)") == 4
     assert run(*flags, "--prompt", "a")[0] == texts[0] + "\n"

@@ -91,8 +91,11 @@ def test_wrong_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     refused("it has no config.json", complete.load, tmp_path)
     refused("is a file: give its folder", complete.load, DEMO / "config.json")
-    for nowhere in "nowhere", f"{tmp_path}/nowhere", "demo/nowhere":  # the hub is not asked for what is no id of its
-        refused("is no folder, no file", convert_hf_checkpoint.main, [nowhere, "--out", "x"])
+    names = "nowhere", f"{tmp_path}/nowhere", "demo/nowhere", "no.gguf", "no/no.gguf"
+    for nowhere in names:  # the hub is not asked for what is no id of its
+        refused("no such file or folder, and no hub id", convert_hf_checkpoint.main, [nowhere, "--out", "x"])
+    (tmp_path / "m.gguf").touch()
+    refused("m.gguf is empty: copy it again", convert_hf_checkpoint.main, [f"{tmp_path}/m.gguf", "--out", "x"])
     refused("no such file", convert_hf_checkpoint.main, ["demo", "--out", "x", "--tokenizer", "nowhere"])
 
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -36,6 +37,12 @@ from extras.serve.protocol import Text
 from extras.serve.rows import Rows
 
 slow = pytest.mark.slow
+
+
+def test_without_its_packages_it_ends_in_one_line():
+    code = "import runpy, sys; sys.modules['uvicorn'] = None; runpy.run_path('serve.py', run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and re.fullmatch(r".*uvicorn are missing.*: make serve.*\n", ended.stderr)
 
 
 class Server:

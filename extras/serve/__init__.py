@@ -2,9 +2,12 @@
 
 from ladder.errors import InputError
 
-try:
-    from extras.serve.server import main
-except ImportError as e:
-    raise InputError(f"Starlette and uvicorn are missing ({e}): make serve, or see requirements-serve.txt") from None
 
-__all__ = ["main"]
+def main(argv=None):
+    """Serve, as the flags say. Raises InputError without the packages of requirements-serve.txt."""
+    try:
+        from extras.serve import server
+    except ImportError as e:
+        words = "Starlette and uvicorn are missing"
+        raise InputError(f"{words} ({e}): make serve, or see requirements-serve.txt") from None
+    server.main(argv)

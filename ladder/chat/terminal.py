@@ -1,6 +1,7 @@
 """A chat on the terminal: generate.py --chat."""
 
 import os
+import re
 import select
 import sys
 
@@ -73,7 +74,10 @@ def chat_on_terminal(job, runner):
             messages, ids = beginning, []
         if command in REPLIES:
             world.say(REPLIES[command])
-        if command in REPLIES or not command:
+        unknown = re.fullmatch(r"/[\w-]+", command) and command not in REPLIES
+        if unknown:
+            world.say(f"{command} is no command: {HELP}")
+        if command in REPLIES or unknown or not command:
             continue
         line = line.rstrip("\r\n")
         restarted = extended(beginning, [], line)  # what this line alone would be

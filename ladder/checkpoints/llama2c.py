@@ -19,8 +19,10 @@ class Llama2cWeights:
 
     def __init__(self, path):
         header = np.fromfile(path, np.int32, 7).tolist()
-        if len(header) < 7 or min(header[:5] + header[6:]) < 1 or header[5] == 0:
-            raise InputError(f"{path} is no llama2.c file (give the folder of safetensors): its header reads {header}")
+        numbers = [*header[:5], *map(abs, header[5:6]), *header[6:]]  # the size of the vocabulary may be negative
+        if len(header) < 7 or min(numbers) < 1 or max(numbers) > checkpoint.LARGEST_NUMBER[int]:  # such as text
+            words = "is no GGUF file and no llama2.c file (of safetensors give the folder)"
+            raise InputError(f"{path} {words}: its header reads {header}")
         D, hidden, L, N, K, V, context = header
         H = D // N
         values = {

@@ -37,6 +37,10 @@ class Parser(argparse.ArgumentParser):
         flag, choice, choices = match.groups() if (match := re.search(refused, message)) else (None, None, None)
         hint = did_you_mean(flag, self._option_string_actions) if flag else ""
         hint = did_you_mean(choice, re.findall(r"[\w.-]+", choices)) if choice else hint
+        if message.endswith("required") or "are required: " in message:  # perhaps given under a name that is none
+            names = [text.partition("=")[0] for text in self.given if text.startswith("--")]
+            wrong = [name for name in names if not any(own.startswith(name) for own in self._option_string_actions)]
+            hint = f"; {wrong[0]} is no flag{did_you_mean(wrong[0], self._option_string_actions)}" if wrong else ""
         raise InputError(message.removeprefix("argument ") + hint)
 
     def print_help(self, file=None):
@@ -44,6 +48,7 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def parse_args(self, argv=None):
+        self.given = sys.argv[1:] if argv is None else argv
         args = super().parse_args(argv)
         for action in self._actions:
             if getattr(args, action.dest, None) == "" != action.default:
