@@ -63,14 +63,13 @@ def open_source(source, revision=None, with_tokenizer=True):
     if os.path.isfile(path):
         weights = Llama2cWeights(path)
         return weights, weights.config, None
-    read_json(path / "config.json")  # of a folder without one, say that first
-    return open_folder(path, checkpoint.Weights(path))
+    return open_folder(path)
 
 
-def open_folder(path, tensors):
-    """Return what open_source does, of a Hugging Face folder whose tensors are given."""
+def open_folder(path, tensors=None):
+    """Return what open_source does, of a Hugging Face folder. tensors: to be read instead of those in the folder."""
     config = config_from_hf(path / "config.json")
-    tensors = dequantizing(tensors, read_json(path / "config.json"), path)
+    tensors = dequantizing(tensors or checkpoint.Weights(path), read_json(path / "config.json"), path)
     weights = LlamaWeights(tensors, path / "config.json", config)
     weights.quantized = tensors if isinstance(tensors, QuantizedWeights) else None
     for file in filter(os.path.isfile, (path / name for name in TOKENIZER_FILES)):

@@ -7,6 +7,7 @@ import resource
 import shutil
 import struct
 import sys
+import types
 
 import gguf
 import numpy as np
@@ -23,7 +24,7 @@ from test_hostile import refused
 
 import convert_hf_checkpoint
 import tp
-from ladder.checkpoints import checkpoint
+from ladder.checkpoints import checkpoint, gguf_file
 from ladder.checkpoints.tiktoken_ranks import LLAMA3_PATTERN
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.errors import InputError
@@ -655,6 +656,17 @@ def test_a_quantized_head_is_tied_if_all_of_it_is_the_embedding_table(tmp_path, 
     assert not untied.config.tie_embeddings and untied.config.not_quantized == ()
     assert "lm_head.weight is a tensor of its own" in capsys.readouterr().out
     assert torch.equal(untied(TOKENS), 2 * tied(TOKENS))
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("attention.causal", False, "llama.attention.causal is false"), ("block_count", 2**32 - 1, "must be 1 to 1000"),
+])  # fmt: skip
+def test_values_of_gguf_that_are_not_computed(key, value, message):
+    shape = {"embedding_length": 8, "attention.head_count": 2, "block_count": 1, "attention.sliding_window_pattern": 2}
+    values = {f"llama.{name}": number for name, number in (shape | {key: value}).items()}
+    table = types.SimpleNamespace(shape=(8, 8))
+    with pytest.raises(InputError, match=message):
+        gguf_file.config({"general.architecture": "llama", **values}, {"token_embd.weight": table})
 
 
 def test_bad_gguf_files_are_one_line_and_leave_nothing(tmp_path, monkeypatch):

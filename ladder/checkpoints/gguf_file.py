@@ -44,7 +44,7 @@ SCALING = {
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
 OTHERS = {  # that need no entry of their own, or change nothing
-    "vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.finetuned",
+    "vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.finetuned", "attention.causal",
     "expert_weights_norm", "expert_feed_forward_length", "tensor_data_layout", "attention.sliding_window_pattern",
 }  # fmt: skip
 NAMES = {
@@ -225,7 +225,7 @@ def config(values, tensors):
         raise InputError(f"architecture {architecture!r} is not supported; {', '.join(FAMILY)} are")
     prefix, family = f"{architecture}.", FAMILY[architecture]
     given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and value}
-    if not (given.pop("attention.causal", True) and values.get(f"{prefix}attention.causal", True)):
+    if not values.get(f"{prefix}attention.causal", True):
         raise InputError(f"{prefix}attention.causal is false: a model that reads what follows is not computed")
     family = "mixtral" if family == "llama" and "expert_count" in given else family
     family = "olmo3" if family == "olmo2" and "attention.sliding_window" in given else family
