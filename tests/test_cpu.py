@@ -154,10 +154,43 @@ MISFITS = [
     ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9),
     ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9),
     ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9),
-    ("attention_step", X, WQKV, zeros(8, 128), [16], 2, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
-    ("attention_step", X, WQKV[:192], zeros(8, 128), [16, 16], 1, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
-    ("attention_step", X, WQKV[:320], zeros(8, 128), [16, 16], 2, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
-    ("attention_step", X, WQKV, zeros(8, 64), [16, 16], 2, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
+    ("attention_step", X, WQKV, zeros(8, 128), [16], 2, None, [], 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
+    (
+        "attention_step",
+        X,
+        WQKV[:192],
+        zeros(8, 128),
+        [16, 16],
+        1,
+        None,
+        [],
+        0.0,
+        ROPE,
+        ROPE,
+        IDS[:, :1],
+        CACHE,
+        CACHE,
+        9,
+    ),
+    (
+        "attention_step",
+        X,
+        WQKV[:320],
+        zeros(8, 128),
+        [16, 16],
+        2,
+        None,
+        [],
+        0.0,
+        ROPE,
+        ROPE,
+        IDS[:, :1],
+        CACHE,
+        CACHE,
+        9,
+    ),
+    ("attention_step", X, WQKV, zeros(8, 64), [16, 16], 2, None, [], 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
+    ("attention_step", X, WQKV, zeros(8, 128), [16, 16], 2, None, [Q], 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
     ("rms_norm", zeros(3, 64), zeros(65)),
     ("rms_norm", zeros(3, 64).float(), zeros(64)),
     ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE[..., :30], ROPE, IDS[:, :1], CACHE, CACHE),
@@ -238,14 +271,17 @@ def test_rotation_writes_the_cache_as_models_does(B, K, G, S, H, R):
         decode_modules.fused_rotate(q, k, v, rope, metadata, caches[1])
 
 
+@pytest.mark.parametrize("special", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
 @pytest.mark.parametrize("quant, most", [(None, 8), ("int8", 16), ("int4", 16)])
-def test_a_layers_attention_in_one_call_is_the_same_bit_by_bit(quant, most, monkeypatch):
+def test_a_layers_attention_in_one_call_is_the_same_bit_by_bit(quant, most, special, monkeypatch):
     """Unequal rows of three new tokens, the second layer with a window; and more rows, for which others are faster."""
     monkeypatch.setattr(skinny_gemm, "SKINNY_ROWS", 8)
     shape = {"n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 64, "dim": 128, "intermediate_size": 64}
     windows, group_size = {"sliding_window": 5, "window_layers": (1,)}, 64 if quant == "int4" else None
-    config = dataclasses.replace(BASE, **shape, **windows, quant=quant, group_size=group_size)
+    config = dataclasses.replace(BASE, **shape, **windows, **special, quant=quant, group_size=group_size)
     net = generate.load_model(config, None, "bfloat16", WORLD)
+    for i, vector in enumerate(p for p in net.parameters() if p.dim() == 1):  # biases and norms
+        vector.data = numbers(i + 1, len(vector))[-1]
     step, calls, first = torch.ops.ladder.attention_step, [], torch.tensor([[9], [0]])
     monkeypatch.setattr(torch.ops.ladder, "attention_step", lambda *a: calls.append(1) or step(*a))
     for S, block in itertools.product((3, most // 2 + 1), net.layers):

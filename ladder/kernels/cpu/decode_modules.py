@@ -64,8 +64,6 @@ def multiply_experts(x, chosen, w1, w3, w2):
 
 def bits_in_skinny_gemm(linear):
     """Return the bits of a linear's weights as skinny_gemm.cpp takes them: 16 or, packed, 8 or 4. Else None."""
-    if linear.bias is not None:
-        return None
     packed = getattr(linear, "kernel", None) is skinny_gemm.multiply
     return 16 if type(linear) is nn.Linear else linear.bits if packed else None
 
@@ -90,23 +88,27 @@ class SkinnyFeedForward(FeedForward):
 
 
 class SkinnyAttention(Attention):
-    """An Attention whose few new positions take one call, where `bits` of wqkv and wo are known and nothing is special.
+    """An Attention whose few new positions take one call, except in layers that the operator does not know.
 
-    The compiler, which calls without Python, has the operators of decode_attend and fuses the rest.
+    When compiled, which needs no Python between calls, it uses decode_attend alone. bits: of wqkv and wo.
     """
 
     def __init__(self, attention, bits):
         self.__dict__ = attention.__dict__  # the same linears
         self.attend, self.rotate_into_cache = decode_attend, fused_rotate
-        self.in_one_call = None not in bits and self.rotates and not self.gates and type(self.q_norm) is nn.Identity
+        normed = type(self.q_norm) is nn.RMSNorm and not self.whole_norm  # each head for itself
+        usual = (normed or type(self.q_norm) is nn.Identity) and self.rotates and not self.gates
+        self.in_one_call = usual and self.wo.bias is None and None not in bits
         self.most = min(most_rows(bits), FEW_POSITIONS)
-        self.arguments = self.wqkv.weight, self.wo.weight, bits, self.wo.in_features // self.head_dim
+        norms = ([self.q_norm.weight, self.k_norm.weight], self.q_norm.eps) if normed else ([], 0.0)
+        N = self.wo.in_features // self.head_dim
+        self.arguments = self.wqkv.weight, self.wo.weight, bits, N, self.wqkv.bias, *norms
 
     def forward(self, x, metadata, cache):
         plain = self.in_one_call and cache is not None and metadata.query_scale is None
         if not plain or x.shape[0] * x.shape[1] > self.most or torch.compiler.is_compiling():
             return super().forward(x, metadata, cache)
-        rope = metadata.window_rope if self.window else metadata.rope
+        rope = metadata.window_rope if self.window else metadata.rope  # in float32
         window = self.window or cache[0].shape[2]
         return torch.ops.ladder.attention_step(x, *self.arguments, *rope, metadata.positions, *cache, window)
 
@@ -142,8 +144,8 @@ def use_skinny_gemm(model):
             return skinny_gemm.SkinnyLinear(module)
         if type(module) is nn.RMSNorm:
             return SkinnyNorm(module)
-        if type(module) is FeedForward and module.activation is F.silu:
-            (bits, *others) = {bits_in_skinny_gemm(linear) for linear in module.children()}
+        if type(module) is FeedForward and module.activation is F.silu and module.w1.bias is None:
+            bits, *others = {bits_in_skinny_gemm(linear) for linear in module.children()}
             return None if others or bits is None else SkinnyFeedForward(module, bits)
         if type(module) is Attention and module.head_dim % 64 == 0 and not module.score_cap:
             return SkinnyAttention(module, [bits_in_skinny_gemm(linear) for linear in (module.wqkv, module.wo)])

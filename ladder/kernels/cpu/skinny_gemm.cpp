@@ -17,6 +17,7 @@
 
 #include <array>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "skinny_gemm.h"
@@ -320,18 +321,25 @@ at::Tensor decode_attention(
   return result;
 }
 
-// A layer's attention of a few new positions, from the normed x (B, S, D) to its partial (B, S, D), in one call. The other
-// arguments: those of product, for each of wqkv and wo, and those of rotate_into_cache and decode_attention. N heads.
+// A layer's attention of a few new positions, from the normed x (B, S, D) to its partial (B, S, D), in one call. Of wqkv,
+// wo (bits as in product) and `bias` the shard has N heads. norms: none, or the weights of q_norm and k_norm with this eps.
+// The other arguments are those of rotate_into_cache and decode_attention.
 at::Tensor attention_step(
     const at::Tensor& x, const at::Tensor& wqkv, const at::Tensor& wo, at::IntArrayRef bits, int64_t N,
-    const at::Tensor& cosines, const at::Tensor& sines, const at::Tensor& positions, const at::Tensor& keys,
-    const at::Tensor& values, int64_t window) {
-  TORCH_CHECK(x.dim() == 3 && keys.dim() == 4 && bits.size() == 2 && keys.size(1) > 0 && N % keys.size(1) == 0,
-      "attention_step takes x (B, S, D), a cache (B, K, T, H), the bits of wqkv and wo, and a multiple of K heads");
+    const std::optional<at::Tensor>& bias, at::TensorList norms, double eps, const at::Tensor& cosines,
+    const at::Tensor& sines, const at::Tensor& positions, const at::Tensor& keys, const at::Tensor& values,
+    int64_t window) {
+  TORCH_CHECK(
+      x.dim() == 3 && keys.dim() == 4 && bits.size() == 2 && norms.size() % 2 == 0 && keys.size(1) > 0 &&
+          N % keys.size(1) == 0,
+      "attention_step takes x (B, S, D), a cache (B, K, T, H), the bits of wqkv and wo, a multiple of K heads, two norms");
   const int64_t B = x.size(0), S = x.size(1), D = x.size(2), K = keys.size(1), H = keys.size(3), G = N / K;
-  const at::Tensor qkv = product(x, wqkv, (N + 2 * K) * H, D, bits[0]).view({B, S, K, G + 2, H}).permute({0, 2, 3, 1, 4});
-  const at::Tensor k = qkv.select(2, G), v = qkv.select(2, G + 1);
-  const at::Tensor q = rotate_into_cache(qkv.narrow(2, 0, G), k, v, cosines, sines, positions, keys, values);
+  at::Tensor qkv = product(x, wqkv, (N + 2 * K) * H, D, bits[0]);
+  if (bias) qkv = qkv.add_(*bias);
+  qkv = qkv.view({B, S, K, G + 2, H}).permute({0, 2, 3, 1, 4});  // (B, K, G + 2, S, H)
+  at::Tensor q = qkv.narrow(2, 0, G), k = qkv.select(2, G), v = qkv.select(2, G + 1);
+  if (!norms.empty()) q = rms_norm(q, norms[0], eps), k = rms_norm(k, norms[1], eps);
+  q = rotate_into_cache(q, k, v, cosines, sines, positions, keys, values);
   const at::Tensor y = decode_attention(q.transpose(2, 3), keys, values, positions, window);  // (B, K, S, G, H)
   return product(y.transpose(1, 2).reshape({B, S, N * H}), wo, D, N * H, bits[1]);
 }
@@ -343,8 +351,8 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
     library.def((schema + " -> Tensor").c_str(), torch::dispatch(c10::DispatchKey::CPU, function));
   };
   define(
-      "attention_step(Tensor x, Tensor wqkv, Tensor wo, int[] bits, int N, Tensor cos, Tensor sin, Tensor positions, "
-      "Tensor(a!) keys, Tensor(b!) values, int window)",
+      "attention_step(Tensor x, Tensor wqkv, Tensor wo, int[] bits, int N, Tensor? bias, Tensor[] norms, float eps, "
+      "Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, Tensor(b!) values, int window)",
       attention_step);
   define("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window)", decode_attention);
   define("feed_forward(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward);
