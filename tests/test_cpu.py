@@ -374,7 +374,7 @@ def test_without_what_cannot_be_built_pytorchs_kernels_run_and_one_line_says_why
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
-def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant):
+def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant, capsys):
     """Its packed integers replace those that were loaded; in other dtypes there are no such kernels."""
     config = dataclasses.replace(
         BASE, head_dim=64, dim=64, intermediate_size=96, quant=quant, group_size=32 if quant == "int4" else None
@@ -385,6 +385,8 @@ def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant):
     assert all(getattr(m, "kernel", None) is skinny_gemm.multiply and m.scales is None for m in linears) == bool(quant)
     assert {type(m) for m in linears} == {quant_linear.QuantLinear if quant else skinny_gemm.SkinnyLinear}
     net = generate.load_model(config, None, "float32", WORLD)
+    said = capsys.readouterr().err
+    assert said == "int4 in float32 has no kernels: bfloat16 is many times faster\n" * (quant == "int4")
     assert net.layers[0].attention.attend is attend
     assert type(net.output) is (quant_linear.QuantLinear if quant else torch.nn.Linear)
 

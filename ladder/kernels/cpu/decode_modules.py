@@ -131,6 +131,8 @@ def use_skinny_gemm(model):
     The matrices of a quantized model are packed, which frees the integers as the checkpoint stores them.
     """
     if model.dtype != torch.bfloat16:
+        if model.config.quant == "int4" and rank_and_size()[0] == 0:
+            print(f"int4 in {str(model.dtype)[6:]} has no kernels: bfloat16 is many times faster", file=sys.stderr)
         return
     if not is_built():
         use_kernels(model, "cpu")
