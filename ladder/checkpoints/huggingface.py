@@ -314,7 +314,7 @@ class LlamaWeights:
         for name in source.names():
             beyond = re.match(r"model\.layers\.(\d+)\.", name)
             if beyond and int(beyond[1]) >= config.n_layers and "n_routed_experts" in hf:
-                self.skipped["layer that predicts more tokens"] += 1
+                self.skipped["the layers that predict more tokens"] += 1
                 continue
             if name.startswith("mtp.") or nested and not re.match(r"(model\.)?language_model\.|lm_head\.", name):
                 self.skipped[name.removeprefix("model.").partition(".")[0]] += 1

@@ -36,6 +36,8 @@ HF_PARTS = {  # {a part of our tensors' names: Hugging Face's}
     "kv_a_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj", "wgate": "gate_proj",
 }  # fmt: skip
 
+LATENT_EPS = 1e-6  # of the latents' norms, as in transformers, whatever rms_norm_eps says of the others
+
 
 class LatentAttention(nn.Module):
     """A layer of latent attention. Rows are ordered as Hugging Face's, but rotated ones as pairs (i, i + R/2).
@@ -47,14 +49,13 @@ class LatentAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         rank, L, X, R, Y = (config.latent_attention[name] for name in HF_KEYS)
-        N, make_norm = config.n_heads, lambda width: nn.RMSNorm(width, config.norm_eps)
-        self.sizes = L, X, R, Y
+        N, self.sizes = config.n_heads, (L, X, R, Y)
         if rank:
-            self.wq_a, self.q_a_norm = nn.Linear(config.dim, rank, bias=False), make_norm(rank)
+            self.wq_a, self.q_a_norm = nn.Linear(config.dim, rank, bias=False), nn.RMSNorm(rank, LATENT_EPS)
             self.wq_b = nn.Linear(rank, N * (X + R), bias=False)
         else:
             self.wq = nn.Linear(config.dim, N * (X + R), bias=False)
-        self.wkv_a, self.kv_a_norm = nn.Linear(config.dim, L + R, bias=False), make_norm(L)
+        self.wkv_a, self.kv_a_norm = nn.Linear(config.dim, L + R, bias=False), nn.RMSNorm(L, LATENT_EPS)
         self.wkv_b = nn.Linear(L, N * (X + Y), bias=False)
         self.wgate = nn.Linear(config.dim, N * Y, bias=False) if config.attention_gate else None
         self.wo = nn.Linear(N * Y, config.dim, bias=False)
