@@ -240,7 +240,8 @@ NO_DEFAULT = {  # in some families
 def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     values = {"model_type": family, "num_attention_heads": 32, "pad_token_id": 0, **dict.fromkeys(shape, 64)}
-    values |= {"num_key_value_heads": 32, **({} if family == "stablelm" else {"head_dim": 8})}
+    has_head_dim = family != "stablelm" and "kv_lora_rank" not in huggingface.FAMILIES[family].keys
+    values |= {"num_key_value_heads": 32, **({"head_dim": 8} if has_head_dim else {})}
     values |= {key: value for key, value in NO_DEFAULT.items() if huggingface.FAMILIES[family].keys.get(key, 0) is None}
     (tmp_path / "config.json").write_text(json.dumps(values))
     ours = huggingface.config_from_hf(tmp_path / "config.json")

@@ -136,6 +136,7 @@ BAD = [
     ({"attention_bias": True}, {}, "attention_bias True is not supported"),
     ({"moe_layer_freq": 2}, {}, "moe_layer_freq 2 is not supported, only 1 is"),
     ({"num_key_value_heads": 2}, {}, "num_key_value_heads must be num_attention_heads"),
+    ({"head_dim": 16}, {}, "head_dim 16 is neither qk_rope_head_dim nor"),
     ({"n_group": 3}, {}, "n_group 3, of which 2 are chosen, do not divide num_experts 8"),
     ({"n_group": 8}, {}, "n_group 8, of which 2 are chosen, do not divide num_experts 8"),
     ({"topk_group": 1, "num_experts_per_tok": 3}, {}, "num_experts_per_tok 3 are more than 1 groups have"),

@@ -297,7 +297,7 @@ class LlamaWeights:
         values = read_json(path)
         hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
-        self.interleaved = config.latent_attention and hf["rope_interleave"]
+        self.interleaved = hf.get("rope_interleave")
         norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
         self.own_context = hf["max_position_embeddings"]
         if config.n_experts:
@@ -357,7 +357,7 @@ class LlamaWeights:
             tensor = tensor.split([unit * n for n in proportions], dim=-2)[i]
         if self.rotary and re.search(r"\.[qk]_proj\.", name):
             tensor = unpaired(tensor, *self.rotary)
-        if self.interleaved and re.search(r"\.(q_proj|q_b_proj|kv_a_proj_with_mqa)\.", name):
-            tensor = latent_attention.unpaired_rows(tensor, name, self.config)
+        if self.config.latent_attention:
+            tensor = latent_attention.reordered(tensor, name, self.config, self.interleaved)
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
         return tensor if factor == 1.0 or tensor.dtype == torch.uint8 else tensor.float() * factor

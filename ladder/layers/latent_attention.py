@@ -19,6 +19,7 @@ latent, X of a head's key without its rotated part, R of that part, Y of its val
 """
 
 import math
+import re
 
 import torch
 import torch.nn as nn
@@ -40,10 +41,11 @@ LATENT_EPS = 1e-6  # of the latents' norms, as in transformers, whatever rms_nor
 
 
 class LatentAttention(nn.Module):
-    """A layer of latent attention. Rows are ordered as Hugging Face's, but rotated ones as pairs (i, i + R/2).
+    """A layer of latent attention.
 
-    wq (or wq_b, of a queries' latent of its own) has for each head X + R rows, wkv_b has X + Y, wgate has Y: tp.py may
-    give this module any range of whole heads; how many they are is read from the shapes. wkv_b is never quantized.
+    wq (or wq_b, which reads a latent of the queries) has X + R rows for each head, wgate has Y. wkv_b has the X rows of
+    the keys of all heads, then the Y rows of the values of all, and is never quantized. tp.py may give this module any
+    range of heads; how many they are is read from the shapes.
     """
 
     def __init__(self, config, layer):
@@ -85,8 +87,8 @@ class LatentAttention(nn.Module):
         if mask is not None and q.shape[2] <= self.most_absorbed:
             y = self.attend_to_latents(q, memory, mask, scale)
         else:
-            expanded = self.wkv_b(memory[:, 0, :, :L]).unflatten(-1, (-1, X + Y)).transpose(1, 2)  # (B, N, T', X + Y)
-            k, v = expanded.split([X, Y], -1)
+            expanded, N = self.wkv_b(memory[:, 0, :, :L]), q.shape[1]  # (B, T', N X + N Y)
+            k, v = (w.unflatten(-1, (N, -1)).transpose(1, 2) for w in expanded.split([N * X, N * Y], -1))
             k = torch.cat((k, memory[..., L:].expand(*k.shape[:-1], R)), -1)
             v = F.pad(v, (0, max(0, X + R - Y)))  # PyTorch's fast kernels want keys and values of one width
             visible = {"is_causal": True} if mask is None else {"attn_mask": mask[:, None]}
@@ -96,8 +98,8 @@ class LatentAttention(nn.Module):
 
     def attend_to_latents(self, q, memory, mask, scale):
         """Return the heads' outputs (B, N, S, Y) of q (B, N, S, X + R) and memory (B, 1, T', L + R): "absorbed"."""
-        L, X, R, _ = self.sizes
-        to_key, to_value = self.wkv_b.weight.unflatten(0, (q.shape[1], -1)).tensor_split((X,), dim=1)  # (N, X or Y, L)
+        (L, X, R, Y), N = self.sizes, q.shape[1]
+        to_key, to_value = (w.unflatten(0, (N, -1)) for w in self.wkv_b.weight.split([N * X, N * Y]))  # (N, X or Y, L)
         queries, rotated = q.split([X, R], -1)
         q = torch.cat((torch.einsum("bnsx,nxl->bnsl", queries, to_key), rotated), -1)  # (B, N, S, L + R)
         scores = (q.flatten(1, 2) @ memory[:, 0].mT).float() * scale  # (B, N S, T')
@@ -139,8 +141,10 @@ NOT_COMPUTED = (
 def row_ranges(config, first, end):
     """Return {linear: (dimension, [(start, stop)])} of the heads `first` to `end`, in the form of tp.shard_plan."""
     _, _, X, R, Y = (config.latent_attention[name] for name in HF_KEYS)
-    rows = {"wq": X + R, "wq_b": X + R, "wkv_b": X + Y, "wgate": Y, "wo": Y}
-    return {name: (int(name == "wo"), [(first * n, end * n)]) for name, n in rows.items()}
+    rows = {"wq": X + R, "wq_b": X + R, "wgate": Y, "wo": Y}
+    ranges = {name: (int(name == "wo"), [(first * n, end * n)]) for name, n in rows.items()}
+    values = config.n_heads * X  # where the rows of the values begin
+    return {**ranges, "wkv_b": (0, [(first * X, end * X), (values + first * Y, values + end * Y)])}
 
 
 def columns(config):
@@ -156,18 +160,27 @@ def values_from_hf(hf):
     settings, rope, scale = {name: hf[key] for name, key in HF_KEYS.items()}, hf["rope_scaling"], None
     if hf["num_key_value_heads"] not in (None, hf["num_attention_heads"]):
         raise InputError("num_key_value_heads must be num_attention_heads, since all heads share one latent")
+    key_dim, rope_dim = settings["key_dim"], settings["rope_dim"]
+    if hf["head_dim"] not in (None, rope_dim, key_dim + rope_dim):
+        raise InputError(f"head_dim {hf['head_dim']} is neither qk_rope_head_dim nor that plus qk_nope_head_dim")
     if rope.get("mscale_all_dim") and rope.get("rope_type", rope.get("type", "default")) != "default":
         scale = (0.1 * rope["mscale_all_dim"] * math.log(max(1.0, rope["factor"])) + 1) ** 2  # of the scores
-    head_dim = settings["key_dim"] + settings["rope_dim"]
     return {
-        "latent_attention": settings, "head_dim": head_dim, "n_kv_heads": hf["num_attention_heads"],
-        "rotary_dim": settings["rope_dim"], "query_scale": scale, "attention_gate": bool(hf.get("gated_attention")),
+        "latent_attention": settings, "head_dim": key_dim + rope_dim, "n_kv_heads": hf["num_attention_heads"],
+        "rotary_dim": rope_dim, "query_scale": scale, "attention_gate": bool(hf.get("gated_attention")),
     }  # fmt: skip
 
 
-def unpaired_rows(weight, name, config):
-    """Return q_proj, q_b_proj or kv_a_proj_with_mqa with rotated rows that were neighbours as pairs (i, i + R/2)."""
-    _, L, X, R, _ = (config.latent_attention[key] for key in HF_KEYS)
+def reordered(weight, name, config, interleaved):
+    """Return a matrix of Hugging Face's with its rows in our order: see LatentAttention.
+
+    interleaved: rotated rows were neighbours (2i, 2i + 1), and become pairs (i, i + R/2).
+    """
+    _, L, X, R, Y = (config.latent_attention[key] for key in HF_KEYS)
+    if "kv_b_proj" in name:
+        return torch.cat([w.flatten(0, 1) for w in weight.unflatten(0, (-1, X + Y)).split([X, Y], 1)])
+    if not interleaved or not re.search(r"\.(q_proj|q_b_proj|kv_a_proj_with_mqa)\.", name):
+        return weight
     first = L if "kv_a_proj" in name else X
     plain, rotated = weight.unflatten(0, (-1, first + R)).split([first, R], 1)
     return torch.cat((plain, unpaired(rotated.flatten(0, 1), R).unflatten(0, (-1, R))), 1).flatten(0, 1)
