@@ -7,13 +7,14 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-from helpers import ANY_TP, BASE, last_logits, random_model, unequal_rows
+from helpers import ANY_TP, BASE, last_logits, random_model, unequal_rows, write_model
 from test_convert import YARN, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, edit, hf_model
 from test_experts import check_integers
 from test_linear_attention import WAYS, check_ranks
 
 from extras.export import to_hf
 from extras.measure import advise
+from extras.training import adapt
 from generate import Runner
 from ladder.checkpoints import huggingface
 from ladder.checkpoints.sizes import RandomWeights, named_size
@@ -278,6 +279,14 @@ def test_bytes_of_the_cache_are_those_of_latents():
     assert step_bytes(net, cache, 3) - step_bytes(net, cache, 0) == 3 * 2 * 3 * (24 + 4) * 2
     one, two = (advise.decode_work(CONFIG, torch.bfloat16, 1, 2, n)["attention"].n_bytes for n in (9, 10))
     assert two - one == 2 * (24 + 4) * 2
+
+
+def test_a_router_with_a_bias_is_not_trained(tmp_path):
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", INSTELLA, random_model(INSTELLA).state_dict(), torch.float32)
+    args = ["--checkpoint", tmp_path / "model", "--text", "x", "--valid", "x", "--out", tmp_path / "out"]
+    with pytest.raises(InputError, match="a router of sigmoid scores cannot be trained"):
+        adapt.main([*map(str, args)])
 
 
 PUBLISHED = {"instella": 15.86, "deepseek-v2-lite": 15.706, "glm-4.5-air": 106.85}  # billions of parameters
