@@ -563,7 +563,7 @@ class Transformer(nn.Module):
 
     def embed(self, tokens):
         """Return the embeddings (B, S, D) of tokens (B, S)."""
-        x, scale = self.tok_embeddings(tokens), self.config.embedding_scale
+        x, scale = self.tok_embeddings(tokens).to(self.dtype), self.config.embedding_scale
         return x if scale is None else x * x.new_full((), scale)  # rounded to x's dtype, as Gemma was trained
 
     def loop(self, x, metadata, cache=None):

@@ -17,6 +17,7 @@ from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.command_line import flags
 from ladder.errors import InputError
+from ladder.kernels import quant_linear
 from ladder.ranks import launch
 from model import build
 from tp import shard_plan
@@ -32,31 +33,31 @@ def to_int8(w):
     return q.to(torch.int8), scales
 
 
-def to_int4(w, group_size, iterations=20):
-    """Return integers (N, K / 2) uint8, scales and zeros (N, K / group_size) bfloat16 for w (N, K) float32.
+def to_int4(w, group_size, iterations=20, dtype=torch.float16):
+    """Return integers (N, K / 2) uint8, scales and zeros (N, K / group_size) of the dtype for w (N, K) float32.
 
     The first integers are 16 even steps over the range of each group. Each iteration takes the scale and the zero with
     the least squared error for the integers, then the nearest integers for these (Lloyd's algorithm on an even grid).
-    Each group keeps its best result. Scales and zeros are rounded to bfloat16 before the integers are chosen, so that
-    the integers make up for the rounding.
+    Each group keeps its best result. Scales and zeros are rounded before the integers are chosen, so that the integers
+    make up for the rounding.
     """
     w = w.unflatten(1, (-1, group_size))  # (N, G, K / G)
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
-    scales, zeros = ((high - low) / 15).bfloat16().float(), low.bfloat16().float()
+    scales, zeros = ((high - low) / 15).to(dtype).float(), low.to(dtype).float()
     mean = w.mean(-1, keepdim=True)
     new = best = _round_int4(w, scales, zeros)
     for _ in range(iterations):
         q = new[0]
         centered = q - q.mean(-1, keepdim=True)
         scales = (centered * w).sum(-1, keepdim=True) / _nonzero(centered.square().sum(-1, keepdim=True))
-        scales = scales.clamp_(min=0).bfloat16().float()
-        zeros = (mean - scales * q.mean(-1, keepdim=True)).bfloat16().float()
+        scales = scales.clamp_(min=0).to(dtype).float()
+        zeros = (mean - scales * q.mean(-1, keepdim=True)).to(dtype).float()
         new = _round_int4(w, scales, zeros)
         better = new[-1] < best[-1]
         best = [torch.where(better, a, b) for a, b in zip(new, best, strict=True)]
     q, scales, zeros, _ = best
     q = q.flatten(1).to(torch.uint8)
-    return q[:, ::2] | q[:, 1::2] << 4, scales.squeeze(-1).bfloat16(), zeros.squeeze(-1).bfloat16()
+    return q[:, ::2] | q[:, 1::2] << 4, scales.squeeze(-1).to(dtype), zeros.squeeze(-1).to(dtype)
 
 
 def _round_int4(w, scales, zeros):
@@ -77,13 +78,16 @@ def quantized(weights, config, iterations):
     @functools.lru_cache(1)  # the weight, scales and zeros of a matrix are read one after another
     def integers(path):
         names = [f"{path}.{name}" for name in ("weight", "scales", "zeros") if f"{path}.{name}" in stored]
-        tensors = {name: torch.empty_like(stored[name], device="cpu") for name in names}
         w = weights.read(f"{path}.weight").flatten(0, -2)  # the matrices of all experts become one
         step = max(1, QUANTIZED_AT_ONCE // w.shape[1])
+        low, high = w.amin(1).float(), w.amax(1).float()
+        dtype = quant_linear.nearest((high - low) / 15, low)
+        dtypes = {f"{path}.{name}": dtype for name in ("scales", "zeros") if config.quant == "int4"}
+        tensors = {n: torch.empty_like(stored[n], device="cpu", dtype=dtypes.get(n)) for n in names}
         # a bar for each matrix, since an embedding table may take half of the time; only on a terminal
         for i in tqdm(range(0, len(w), step), path, leave=False, delay=1, disable=None):
             piece = w[i : i + step].float()
-            results = to_int8(piece) if config.quant == "int8" else to_int4(piece, config.group_size, iterations)
+            results = to_int8(piece) if config.quant == "int8" else to_int4(piece, config.group_size, iterations, dtype)
             if not w.is_floating_point() or not all(tensor.isfinite().all() for tensor in (piece, *results)):
                 raise InputError(f"tensor {path}.weight holds integers, NaN, infinite or too large values")
             for tensor, result in zip(tensors.values(), results, strict=True):

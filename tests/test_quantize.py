@@ -7,6 +7,7 @@ import math
 import re
 import types
 
+import helpers
 import pytest
 import torch
 from helpers import (
@@ -99,26 +100,53 @@ def test_int8_is_within_half_a_step_of_float64():
     assert (q[3] == 0).all() and q.min() >= -127
 
 
-@pytest.mark.parametrize("size", [32, 128])
-def test_int4_is_within_half_a_step_and_fitting_helps(size):
-    w = numbers(50, 256) * torch.logspace(-6, 6, 50)[:, None] + 3
-    w[3] = 0.25  # a constant, which bfloat16 holds
+@pytest.mark.parametrize("size, dtype, digits, bits", [(32, torch.bfloat16, 6, 8), (128, torch.float16, 2, 11)])
+def test_int4_is_within_half_a_step_and_fitting_helps(size, dtype, digits, bits):
+    w = numbers(50, 256) * torch.logspace(-digits, digits, 50)[:, None] + 3
+    w[3] = 0.25  # a constant, which either dtype holds
     errors = []
     for iterations in (0, 20):
-        packed, scales, zeros = quantize.to_int4(w, size, iterations)
+        packed, scales, zeros = quantize.to_int4(w, size, iterations, dtype)
         assert packed.shape == (50, 128) and scales.shape == zeros.shape == (50, 256 // size)
         q = torch.stack((packed % 16, packed // 16), -1).flatten(1).double().unflatten(1, (-1, size))
         s, z = scales.double()[..., None], zeros.double()[..., None]
         error = (q * s + z - w.double().unflatten(1, (-1, size))).abs()
-        # half a step, and what rounding the scale and the zero to bfloat16 takes from the ends
-        assert iterations or (error <= 0.5 * s + 2**-8 * (15 * s + z.abs())).all()
+        # half a step, and what rounding the scale and the zero takes from the ends
+        assert iterations or (error <= 0.5 * s + 2**-bits * (15 * s + z.abs())).all()
         errors.append(error.square().sum(-1))
-        assert (errors[-1][3] == 0).all()
+        assert (errors[-1][3] == 0).all() and scales.dtype == zeros.dtype == dtype
     assert (errors[1] <= errors[0] * (1 + 1e-4)).all() and errors[1].sum() < 0.97 * errors[0].sum()
 
 
+@pytest.mark.parametrize("size, dtype", [(1, torch.float16), (1e-6, torch.bfloat16), (1e7, torch.bfloat16)])
+def test_scales_are_float16_unless_bfloat16_is_nearer(size, dtype):
+    """Of weights so large that float16 overflows, or so small that it has few bits, in one matrix of a model."""
+    state, name = dict(random_model(CONFIG).state_dict()), "layers.1.feed_forward.w2"
+    state[f"{name}.weight"] = exact = size * state[f"{name}.weight"]
+    read = quantize.quantized(types.SimpleNamespace(read=state.get), INT4, 20)
+    stored = [read(f"{name}.{part}") for part in ("weight", "scales", "zeros")]
+    assert stored[1].dtype == stored[2].dtype == dtype
+    error = (quant_linear.dequantize(stored[0], *(t.double() for t in stored[1:])) - exact).norm()
+    assert error < 0.1 * exact.double().norm()
+    assert read("layers.0.feed_forward.w2.scales").dtype == torch.float16
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_older_checkpoints_have_scales_in_bfloat16(ranks):
+    config, kept = dataclasses.replace(INT4, wiring="ladder"), ("scales", "zeros")
+    state = {n: t.bfloat16() if n.endswith(kept) else t for n, t in quantized_state(config).items()}
+    half = {n: t.half() if n.endswith(kept) else t for n, t in state.items()}  # which holds these exactly
+    results = [run_ranks(ranks, helpers.rank_logits, config, s, torch.bfloat16) for s in (state, half)]
+    for old, new in zip(*results, strict=True):
+        assert (old - new).abs().max() < 0.05 * old.abs().max()
+    for stored, dtype in (state, torch.bfloat16), (half, torch.float16):
+        net = tp.load_shard(config, StateWeights(stored), torch.bfloat16, "cpu")
+        assert net.layers[0].attention.wo.scales.dtype == dtype
+        assert tp.load_shard(config, StateWeights(stored), torch.float32, "cpu").output.scales.dtype == torch.float32
+
+
 def integers(N, K, size, seed=0):
-    """weight, scales, zeros with the extremes of their range among them."""
+    """weight, scales, zeros with the extremes of their range among them. Some sizes have scales in float16."""
     generator = torch.Generator().manual_seed(N + K + seed)
     if size is None:
         weight = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
@@ -126,7 +154,8 @@ def integers(N, K, size, seed=0):
         return weight, (numbers(N, 1).abs() + 0.1).bfloat16(), None
     weight = torch.randint(0, 256, (N, K // 2), generator=generator, dtype=torch.uint8)
     weight[0] = 255
-    return weight, (numbers(N, K // size).abs() + 0.1).bfloat16(), numbers(N, K // size).bfloat16()
+    dtype = torch.float16 if size in (16, 64) else torch.bfloat16
+    return weight, (numbers(N, K // size).abs() + 0.1).to(dtype), numbers(N, K // size).to(dtype)
 
 
 def test_a_rank_without_rows_of_the_output_head():
