@@ -51,7 +51,11 @@ def open_source(source, revision=None, with_tokenizer=True):
             from ladder.checkpoints.gguf_file import open_gguf
 
             tensors = open_gguf(path, with_tokenizer)
-            return open_folder(Path(tensors.folder.name), tensors)
+            folder = Path(tensors.folder.name)
+            try:
+                return open_folder(folder, tensors)
+            except InputError as e:  # names the file, not what was made of it
+                raise InputError(str(e).replace(str(folder / "config.json"), source)) from None
     local = os.path.exists(path) or os.path.isdir(source.partition("/")[0]) or path.suffix in (".gguf", ".bin")
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
