@@ -54,6 +54,7 @@ class Config:
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # how many columns of int4 share a scale
     not_quantized: tuple[str, ...] = ()  # names of matrices that stay floats
+    int8: tuple[str, ...] = ()  # names of matrices that have 8 bits although quant is int4
     # attention, where a family differs from Llama
     qkv_bias: bool = False
     wo_bias: bool = False

@@ -172,7 +172,7 @@ def neuron_unit(config, neurons, shares):
     would get no unit, units are halved, down to 8 columns, the least that the kernels for CPUs take. Weights made for
     lanes are always cut at multiples of 8, as they are without int4.
     """
-    if not config.group_size or "w2" in config.not_quantized:
+    if not config.group_size or "w2" in (*config.not_quantized, *config.int8):
         return 8 if config.n_experts and neurons % 8 == 0 else 1  # grouped_mm takes rows of multiples of 16 bytes
     if config.fixed_lanes:
         return 8

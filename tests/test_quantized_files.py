@@ -177,6 +177,7 @@ def test_formats_of_safetensors_folders(name, tmp_path, capsys):
     check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
     assert "dequantized to float32: " in capsys.readouterr().out
     ours = convert(tmp_path / "hf", tmp_path / "ours")
+    check_logits(name, tmp_path / "hf", theirs, tmp_path, 3e-3 if group_size else 1e-5)
     if group_size is None:
         assert ours.config.quant is None and ours.config == checkpoint.read_config(tmp_path / "float")
         assert checkpoint.Weights(tmp_path / "ours").read("norm.weight").dtype == torch.bfloat16
@@ -184,6 +185,18 @@ def test_formats_of_safetensors_folders(name, tmp_path, capsys):
     assert (ours.config.quant, ours.config.group_size) == ("int4", group_size)
     assert {*ours.config.not_quantized} == {"tok_embeddings", "output"} - ({"output"} if name == "AWQ" else set())
     check_integers(tmp_path / "ours", theirs, integers)
+
+
+def check_logits(name, source, theirs, tmp_path, bound):
+    """Of what stays integers, beside floats. benchmarks/smollm2.md has the lines that this prints (pytest -s)."""
+    ours = convert(source, tmp_path / "same", "--dtype", "float32")
+    with torch.no_grad():
+        exact = theirs(TOKENS).logits
+        difference = ((ours(TOKENS) - exact).std() / exact.std()).item()
+    size = sum(w.nbytes for w in load_file(tmp_path / "ours" / "model.safetensors").values())
+    kept = f"int4 in groups of {ours.config.group_size}" if ours.config.quant else "floats"
+    print(f"\n{name}: {kept}, {difference:.1e} of the logits' deviation, {size:,} bytes in bfloat16")
+    assert difference < bound
 
 
 def check_integers(folder, theirs, integers):
@@ -431,6 +444,7 @@ def test_types_of_gguf(kind, tmp_path, capsys):
     write_gguf(tmp_path / "m", theirs, "llama", Type[kind], lambda name: Type.Q8_0 if "lm_head" in name else None)
     check_parity(convert(tmp_path / "m", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
     said, ours = capsys.readouterr().out, convert(tmp_path / "m", tmp_path / "ours")
+    check_logits(f"GGUF {kind}", tmp_path / "m", theirs, tmp_path, 1e-5 if kind != "Q4_K" else 1e-3)
     stays = kind in ("Q4_0", "Q4_1", "Q4_K")
     assert " of Q8_0" in said and ("all of wqkv" in said) == stays and (f"15 of {kind}" in said) == (kind in REST)
     if not stays:

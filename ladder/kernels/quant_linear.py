@@ -141,7 +141,8 @@ def replace_matrices(model):
         if weight is None or weight.dim() == 1 or table in (*config.not_quantized, "router", "shared_gate", "wba"):
             return None
         kind = QuantEmbedding if type(module) is nn.Embedding else QuantLinear
-        return kind(weight.shape, config.quant, config.group_size, getattr(module, "bias", None) is not None)
+        quant = "int8" if table in config.int8 else config.quant
+        return kind(weight.shape, quant, config.group_size, getattr(module, "bias", None) is not None)
 
     swap(model, make)
 

@@ -63,7 +63,10 @@ def multiply_experts(x, chosen, w1, w3, w2):
 
 
 class SkinnyFeedForward(nn.Module):
-    """A FeedForward of packed QuantLinears. Few rows take one call, so that no time is lost between its products."""
+    """A FeedForward of packed QuantLinears of the same bits.
+
+    Few rows take one call, so that no time is lost between its products.
+    """
 
     def __init__(self, feed_forward):
         super().__init__()
@@ -108,8 +111,9 @@ def use_skinny_gemm(model):
         if type(module) is nn.RMSNorm:
             return SkinnyNorm(module)
         if type(module) is FeedForward and module.w1.bias is None and module.activation is F.silu:
-            packed = all(getattr(linear, "kernel", None) is skinny_gemm.multiply for linear in module.children())
-            return SkinnyFeedForward(module) if packed else None
+            forms = {(getattr(linear, "kernel", None), getattr(linear, "bits", 16)) for linear in module.children()}
+            same = len(forms) == 1 and forms.pop()[0] is skinny_gemm.multiply
+            return SkinnyFeedForward(module) if same else None
         return None
 
     swap(model, make)
