@@ -79,10 +79,10 @@ class QuantLinear(nn.Module):
 
 
 class QuantEmbedding(QuantLinear):
-    """Token ids (...) -> their rows of W (..., K)."""
+    """Token ids (...) -> their rows of W (..., K), in float32."""
 
     def forward(self, tokens):
-        return self.rows(tokens)
+        return self.rows(tokens, torch.float32)
 
 
 # ---- The kernels -----------------------------------------------------------------------------------------------------
