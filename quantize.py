@@ -36,11 +36,10 @@ FILE_BYTES = 2**26  # of a written file, or a layer if it is larger: the tensors
 ROWS, LENGTH = 32, 256  # tokens of the text
 
 
-def own_text(folder, config):
-    """Return token ids (ROWS, LENGTH) that the model of a checkpoint folder writes. Raises InputError."""
+def own_text(folder, config, length):
+    """Return token ids (ROWS, length) that the model of a checkpoint folder writes. Raises InputError."""
     world = World(0, 1, torch.device("cpu"))
     model, sample = generate.load_model(config, folder, None, world), Sampler(1.0)
-    length = min(LENGTH, config.max_seq_len)
     first = torch.randint(config.vocab_size, (ROWS, 1), generator=torch.Generator().manual_seed(0))
     tokens = [first if config.bos_id is None else torch.full((ROWS, 1), config.bos_id)]
     with torch.inference_mode():
@@ -53,27 +52,23 @@ def own_text(folder, config):
     return torch.cat(tokens, dim=1)
 
 
-def tokens_of(path, folder, config):
-    """Return token ids (rows, LENGTH) of the begin of a text file, at most ROWS rows. Raises InputError."""
-    tokenizer = load_tokenizer(folder, config.vocab_size)
-    if tokenizer is None:
-        raise InputError(f"{folder} has no tokenizer, which --text {path} needs")
-    ids = tokenizer.encode(checkpoint.read_text(path, flag="--text "))
-    length = min(LENGTH, config.max_seq_len)
-    if len(ids) < length:
-        raise InputError(f"--text {path} has {len(ids)} tokens: give {ROWS * length}, or at least {length}")
-    return torch.tensor(ids[: len(ids) // length * length][: ROWS * length]).view(-1, length)
-
-
 def read_tokens(args, config):
-    """Return the token ids of the text that the flags ask for, or None for none. Raises InputError."""
-    wiring = config.named_wiring
+    """Return token ids (rows, LENGTH) of the text that the flags ask for, or None for none. Raises InputError."""
+    wiring, length = config.named_wiring, min(LENGTH, config.max_seq_len)
     if args.mode == "int8" or args.text == "none":
         return None
     if wiring.depends_on_lanes or wiring.model or wiring.loop is not residual_loop:
         print(f"wiring {config.wiring}: quantized without a text", file=sys.stderr)
         return None
-    return tokens_of(args.text, args.checkpoint, config) if args.text else own_text(args.checkpoint, config)
+    if not args.text:
+        return own_text(args.checkpoint, config, length)
+    tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
+    if tokenizer is None:
+        raise InputError(f"{args.checkpoint} has no tokenizer, which --text {args.text} needs")
+    ids = tokenizer.encode(checkpoint.read_text(args.text, flag="--text "))
+    if len(ids) < length:
+        raise InputError(f"--text {args.text} has {len(ids)} tokens: give {ROWS * length}, or at least {length}")
+    return torch.tensor(ids[: min(ROWS, len(ids) // length) * length]).view(-1, length)
 
 
 def scales_dtype(w):
@@ -99,8 +94,10 @@ def compensated(weights, config, linears, tokens):
 
     def quantize(path, linear, x):
         w = weights.read(f"{path}.weight")
-        check_finite(f"{path}.weight", w, x)
+        check_finite(f"{path}.weight", w)
         if last[0] is not x:
+            if not x.isfinite().all():
+                raise InputError(f"the inputs of {path} are NaN or infinite in float32")
             last[:] = x, rounding.second_moments(x)
         three = rounding.to_compensated_int4(w, last[1], config.group_size, scales_dtype(w))
         check_finite(f"{path}.weight", *three[1:])
