@@ -75,20 +75,21 @@ class QuantizedWeights:
 
     X.weight is floats. Or, if X is 4-bit integers in groups of `group_size` columns, X.weight is (N, K / 2) uint8, as
     ladder/kernels/quant_linear.py packs them, with X.scales and X.zeros (N, K / group_size) float32, not yet rounded.
-    group_size: the one that most matrices have, or None. floats: {format: how many matrices are floats here}.
-    folder: of a GGUF file, a TemporaryDirectory with its other files.
+    group_size: of the smallest groups, which divides the others, or None. floats: {format: how many matrices are floats
+    here}. folder: of a GGUF file, a TemporaryDirectory with its other files.
     """
 
     def __init__(self, plain, matrices):
         """plain: {name: a function that returns the tensor}; matrices: {X: Matrix}."""
         last = {name: name.rpartition(".")[2] for name in matrices}
-        groups = Counter(m.group for name, m in matrices.items() if m.group and last[name] in MATRICES)
-        self.group_size = groups.most_common(1)[0][0] if groups else None
+        stay = {name: m for name, m in matrices.items() if m.group and last[name] in MATRICES}
+        self.group_size = math.gcd(*(m.group for m in stay.values())) or None
         self.tensors, self.floats, self.folder = dict(plain), Counter(), None
         for name, m in matrices.items():
-            if m.group and m.group == self.group_size and last[name] in MATRICES:
-                three = {"weight": functools.partial(_packed, m.q), "scales": m.scales, "zeros": m.zeros}
-                self.tensors |= {f"{name}.{part}": read for part, read in three.items()}
+            if name in stay:
+                self.tensors[f"{name}.weight"] = functools.partial(_packed, m.q)
+                for part, read in ("scales", m.scales), ("zeros", m.zeros):
+                    self.tensors[f"{name}.{part}"] = functools.partial(_repeated, read, m.group // self.group_size)
             else:
                 self.tensors[f"{name}.weight"] = m.floats
                 self.floats[m.kind] += 1
@@ -103,6 +104,10 @@ class QuantizedWeights:
             if name.endswith(".weight") and not is_float and tensor.dtype != torch.uint8:  # which _packed returns
                 raise InputError(f"it is in {str(tensor.dtype)[6:]}, but its scales are missing")
             return tensor
+
+
+def _repeated(read, times):
+    return read().repeat_interleave(times, -1)
 
 
 def _packed(q):

@@ -97,12 +97,14 @@ constexpr auto kPanels = []<int... M>(std::integer_sequence<int, M...>) {
 Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
   const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2);
   const int64_t size = bits == 8 ? K : (vectors - 1) * 8;
+  const bool half = weight.scalar_type() == at::kChar;  // as skinny_gemm.pack says that scales are float16
   TORCH_CHECK(
       input.scalar_type() == at::kBFloat16 && input.size(-1) == K && K > 0 && weight.is_contiguous() &&
-          weight.size(-1) == 64 && size * G == K && P == (N + kRows - 1) / kRows &&
+          (half || weight.scalar_type() == at::kByte) && weight.size(-1) == 64 && size * G == K &&
+          P == (N + kRows - 1) / kRows &&
           (bits == 8 ? vectors == 1 + (K + 7) / 8 * 2 : bits == 4 && size >= 8 && kColumns % size == 0),
       "x (..., K) must be in bfloat16, and of a W (N, K) what skinny_gemm.pack returns, in groups of 8 to 128 columns");
-  return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, bits == 4};
+  return {static_cast<const uint8_t*>(weight.const_data_ptr()), P, N, K, G, vectors, size, bits == 4, half};
 }
 
 // x times the matrices W of its groups; or gated, silu(x times W) times (x times up).
