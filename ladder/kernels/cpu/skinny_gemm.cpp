@@ -86,6 +86,17 @@ at::Tensor skinny_gemm(const at::Tensor& input, const at::Tensor& weight) {
   return multiply(input.contiguous(), weight, all_rows(input));
 }
 
+// x (N, M, K) times W (N, L, K), each of N heads its own.
+at::Tensor skinny_gemm_heads(const at::Tensor& input, const at::Tensor& weight) {
+  TORCH_CHECK(
+      input.dim() == 3 && weight.dim() == 3 && input.size(0) == weight.size(0),
+      "skinny_gemm_heads takes x (N, M, K) and W (N, L, K)");
+  const at::Tensor x = input.contiguous();
+  std::vector<Group> groups;
+  for (int64_t n = 0; n < x.size(0); n++) groups.push_back({n, n * x.size(1), (n + 1) * x.size(1)});
+  return multiply(x, weight, groups);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // W in integers
 
@@ -364,6 +375,7 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
       "Tensor(b!) values)",
       rotate_into_cache);
   define("skinny_gemm(Tensor x, Tensor weight)", skinny_gemm);
+  define("skinny_gemm_heads(Tensor x, Tensor weight)", skinny_gemm_heads);
   define(
       "skinny_gemm_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int I, int D, int[] bits)",
       skinny_gemm_experts);
