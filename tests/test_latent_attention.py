@@ -280,6 +280,8 @@ def test_bytes_of_the_cache_are_those_of_latents():
     assert step_bytes(net, cache, 3) - step_bytes(net, cache, 0) == 3 * 2 * 3 * (24 + 4) * 2
     one, two = (advise.decode_work(CONFIG, torch.bfloat16, 1, 2, n)["attention"].n_bytes for n in (9, 10))
     assert two - one == 2 * (24 + 4) * 2
+    one, two = (advise.decode_work(CONFIG, torch.bfloat16, 2, 2, n)["attention"].flops for n in (9, 10))
+    assert two - one == 2 * 2 * 3 * (24 + 24 + 4)  # of two rows and this rank's three heads
 
 
 def test_a_router_with_a_bias_is_not_trained(tmp_path):

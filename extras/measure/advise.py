@@ -68,11 +68,19 @@ def rank_work(config, dtype, rank, shares, batch, context):
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
     n_bytes["attention"] += cache_bytes(model, batch, context)
-    widths = [b.attention.wo.in_features for i, b in enumerate(model.layers) if i not in config.linear_layers]
-    flops["attention"] += 4 * batch * context * sum(widths)
+    widths = [key_width(b.attention, config) for i, b in enumerate(model.layers) if i not in config.linear_layers]
+    flops["attention"] += 2 * batch * context * sum(widths)
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
     layers = {"attention": config.n_layers, "feed_forward": config.n_layers, "rest": 1}
     return {place: Work(n_bytes[place] / n, flops[place] / n) for place, n in layers.items()}
+
+
+def key_width(attention, config):
+    """Return how many numbers of its keys and values the heads of an attention multiply for each cached token."""
+    if config.latent_attention is None:
+        return 2 * attention.wo.in_features
+    latent, key = config.latent_attention["latent_dim"], config.latent_attention["rope_dim"]
+    return attention.wo.in_features // config.latent_attention["value_dim"] * (2 * latent + key)
 
 
 class Machine(NamedTuple):
