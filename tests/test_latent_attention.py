@@ -7,17 +7,21 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-from helpers import ANY_TP, BASE, last_logits, random_model, unequal_rows, write_model
+from helpers import ANY_TP, BASE, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows, write_model
 from test_convert import YARN, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, edit, hf_model
+from test_drafts import make_runner
 from test_experts import check_integers
 from test_linear_attention import WAYS, check_ranks
+from test_serve import in_turns
 
+import generate
 from extras.export import to_hf
 from extras.measure import advise
 from extras.training import adapt
 from generate import Runner
 from ladder.checkpoints import huggingface
 from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import decode_modules
@@ -234,6 +238,21 @@ def test_the_absorbed_way_is_the_expanded_one(length, chunk_tokens):
 ])  # fmt: skip
 def test_ranks_compute_what_one_device_does(ranks, configs):
     check_ranks(ranks, configs, WAYS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_s_rows_answer_as_if_alone(ranks):
+    ids = [[1, 5, 6, 7], [1, 9, 3, 9, 3], [1, 5, 6, 8, 4]]  # the last finds its beginning in a cache
+    requests = [(when, row, 6) for when, row in zip([0, 1, 20], ids, strict=True)]
+    expected = [greedy_tokens(random_model(CONFIG), row, 6, end=2) for row in ids]
+    for answers in run_ranks(ranks, in_turns, CONFIG, requests, 2):
+        assert answers == expected
+
+
+def test_greedy_tokens_do_not_know_of_a_draft():
+    net, ids = random_model(CONFIG), [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3]]
+    runner = make_runner(net, random_model(dataclasses.replace(BASE, n_layers=1)), 3, 2, 30)
+    assert generate.generate(runner, ids, 12, Sampler(0)).rows == [greedy_tokens(net, row, 12) for row in ids]
 
 
 @pytest.mark.slow
