@@ -148,6 +148,7 @@ class Collectives(Protocol):
 
     tp_size: int  # how many ranks there are
     lanes: int  # how many partials a sum adds up: one of each rank, except where a rank holds several (ladder/lanes/)
+    on_host = frozenset()  # which of "sums" and "gathers" go through the host's memory: a CUDA graph cannot hold those
 
     def start(self, partial):
         """Start the all-reduce of a partial (B, S, D) and return at once. What it returns is an argument of wait."""

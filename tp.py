@@ -44,6 +44,7 @@ class TensorParallel(Collectives):
         from ladder.kernels import ordered  # noqa: F401, defines torch.ops.ladder
 
         self.tp_size = self.lanes = len(shares)  # ladder/lanes wraps this where a rank holds several lanes
+        self.on_host = getattr(group, "on_host", self.on_host)
         self.vocab_size, self.group_name = config.vocab_size, group.group_name
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
         self.first_id = ranges[group.rank()][0]
