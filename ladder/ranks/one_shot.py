@@ -10,6 +10,7 @@ import torch.distributed._symmetric_memory as symmetric
 from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks.group import Group, Pending
+from ladder.ranks.shared_gpu import ThroughHost
 from ladder.ranks.world import local_rank_and_size
 
 ONE_SHOT = 2**18  # bytes up to which each rank sums the whole tensor; of a larger one, each sums its share for all
@@ -65,9 +66,10 @@ class OneShotGroup(Group):
         super().__init__("one-shot", inner, rank, tp_size)
         self.stream = torch.cuda.Stream(device, priority=-1)  # before the computing beside it, like NCCL's
         self.buffer = symmetric.empty(BUFFER, dtype=torch.uint8, device=device)
-        self.on_host = getattr(inner, "on_host", frozenset()) - {"sums"}
+        through_host = isinstance(inner, ThroughHost)
+        self.on_host = inner.on_host - {"sums"} if through_host else frozenset()
         # symmetric memory knows the groups of torch.distributed, not those in Python
-        self.peers = (inner.inner if self.on_host else inner).group_name
+        self.peers = (inner.inner if through_host else inner).group_name
         symmetric.rendezvous(self.buffer, self.peers)
 
     def allreduce(self, tensors, opts=None):

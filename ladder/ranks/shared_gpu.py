@@ -32,9 +32,9 @@ def prepare(world):
         os.environ.setdefault(name, value)
     version = min(map(tuple, world.gather(nccl_version())))
     text, by_nccl = ".".join(map(str, version)), version >= SHARING_NCCL
-    how = f"NCCL {text} sums"
+    how = f"NCCL {text} connects them"
     if not by_nccl:
-        how = f"gloo sums, through the host's memory, since NCCL {text} refuses this and 2.30 does not: "
+        how = f"gloo connects them, through the host's memory, since NCCL {text} refuses this and 2.30 does not: "
         how += "pip install nvidia-nccl-cu13==2.30.7"
     world.say(f"ranks share a GPU and take turns on it, which is for trying, not for speed; {how}")
     return by_nccl
