@@ -28,6 +28,7 @@ from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
 from ladder.kernels.quant_linear import dequantize
+from ladder.layers import mixture
 from ladder.ranks import launch
 from ladder.ranks.ending import out_of_memory
 from model import build
@@ -122,6 +123,8 @@ def convert(source, config, folder, dtype, shard_bytes):
         name: w.dtype if name.endswith((".scales", ".zeros")) or not w.is_floating_point() else dtype
         for name, w in parameters.items()
     }
+    if config.n_experts:
+        dtypes |= {name: torch.float32 for name in dtypes if mixture.stays_float32(config, name)}
 
     def floats(name):
         tensor, stem = source.read(name), name.removesuffix(".weight")
@@ -200,7 +203,7 @@ def main(argv=None):
     config = flags.with_wiring(own, args)
     check_lanes(config)
     flags.warn_of_wiring(own, config, (1,))
-    values = next((name for name in weights.names() if name.endswith(".v_proj.weight")), None)
+    values = next((name for name in weights.names() if name.endswith((".v_proj.weight", ".kv_b_proj.weight"))), None)
     if values is None:
         raise InputError(f"{args.source} has no tensor v_proj.weight")
     is_quantized = quantized and (quantized.group_size or quantized.floats)

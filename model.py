@@ -84,7 +84,13 @@ class Config:
     shared_expert_size: int | None = None  # neurons of an expert that every token takes
     shared_expert_gate: bool = False
     dense_layers: tuple[int, ...] = ()  # the layers of a mixture that have an ordinary MLP
-    # linear attention and Laneformer: their settings, see ladder/layers/linear_attention.py, ladder/lanes/laneformer.py
+    router: str = "softmax"  # a name in mixture.ROUTERS: how a token's scores of the experts are made
+    expert_groups: int | None = None  # neighbouring experts are groups, of which a token first chooses some
+    chosen_groups: int | None = None  # how many of them
+    expert_scale: float | None = None  # multiplies the weights of a token's experts
+    # other attention and Laneformer: their settings, see ladder/layers/{latent,linear}_attention.py,
+    # ladder/lanes/laneformer.py
+    latent_attention: dict | None = None
     linear_layers: tuple[int, ...] = ()
     linear_attention: dict | None = None
     laneformer: dict | None = None
@@ -481,6 +487,10 @@ class Block(nn.Module):
             from ladder.layers.linear_attention import GatedDeltaNet
 
             self.attention = GatedDeltaNet(config, layer)
+        elif config.latent_attention:
+            from ladder.layers.latent_attention import LatentAttention
+
+            self.attention = LatentAttention(config, layer)
         else:
             self.attention = Attention(config, layer)
         if config.n_experts and layer not in config.dense_layers:

@@ -105,6 +105,10 @@ def shard_plan(config, rank, shares):
         from ladder.layers import linear_attention
 
         plan |= linear_attention.row_ranges(config, first, end)
+    if config.latent_attention:
+        from ladder.layers import latent_attention
+
+        plan |= latent_attention.row_ranges(config, *split_range(N, rank, shares, "heads"))
     if config.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
         (start, stop), H = wo[0], config.head_dim
         width = N // config.n_kv_heads * H  # columns of a KV head's queries
@@ -227,6 +231,10 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
     owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
     dim, ranges = plan.get(plan_key(owner), (0, None))
     dtype = dtype if whole.is_floating_point() else whole.dtype
+    if model.config.n_experts:
+        from ladder.layers import mixture
+
+        dtype = torch.float32 if mixture.stays_float32(model.config, name) else dtype
     row_parallel = dim == 1
     if row_parallel and tensor == "bias":  # added to a partial sum, so by rank 0 alone
         return ShardSlice(whole.shape, dtype, zeros=rank > 0)

@@ -4,7 +4,10 @@ from ladder.errors import InputError
 from ladder.layers import rope_scaling
 from ladder.layers.norms import ACTIVATIONS, NORMS
 
-EXPERT_FIELDS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
+EXPERT_FIELDS = (
+    "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers", "expert_groups",
+    "chosen_groups", "expert_scale",
+)  # fmt: skip
 
 
 def check(c):
@@ -31,6 +34,10 @@ def check(c):
         from ladder.layers import linear_attention
 
         linear_attention.check(c)
+    if c.latent_attention:
+        from ladder.layers import latent_attention
+
+        latent_attention.check(c)
     if c.n_experts:
         from ladder.layers import mixture
 
@@ -64,6 +71,11 @@ def check_quantization(c):
         raise InputError(f"group size {c.group_size} is none of 32, 64, 128")
     columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
     columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {*c.mlps.values(), c.shared_expert_size} - {None}}
+    if c.latent_attention:
+        from ladder.layers import latent_attention
+
+        columns.pop("wqkv")
+        columns |= latent_attention.columns(c)
     if c.linear_layers:
         columns |= {"wqkvz": {c.dim}, "wout": {c.linear_attention["value_heads"] * c.linear_attention["value_dim"]}}
     for name in c.not_quantized:

@@ -55,8 +55,9 @@ def new_folder(path):
 
 
 def check_absent(path):
-    """Raise InputError if a file or a folder has this name."""
-    if os.path.lexists(os.path.realpath(path)):
+    """Raise InputError if a file has this name, or a folder with something in it."""
+    real = os.path.realpath(path)
+    if os.path.lexists(real) and not (os.path.isdir(real) and not os.listdir(real)):
         raise InputError(f"{path} already exists: remove it or give another folder")
 
 

@@ -242,6 +242,31 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     assert [advise.retraining(laned, other, 3) for other in others] == ["no", "yes, in 4 lanes", "yes, in 3 lanes"]
 
 
+def test_copies_of_a_mixture_stand_beside_the_shared_out_model(capsys):
+    """Two rows: on two copies a step reads the whole model for one row; shared out, half of it for two, and sums."""
+    advise.main(shlex.split("--model 30b-a3b --tp 2 --bandwidth-gbs 1000 --link 41us+1000gbps --wirings ladder"))
+    said = re.search(
+        r"2 rows on 2 whole copies, 1 each: ([\d.]+) ms \(([\d,]+) tokens/s\); shared out: (.*)\n",
+        capsys.readouterr().out,
+    )
+    config = SIZES["30b-a3b"]
+    alone = (
+        sum(
+            n * work.n_bytes
+            for n, work in zip(
+                (48, 48, 1), advise.decode_work(config, torch.bfloat16, 1, 1, 1024).values(), strict=True
+            )
+        )
+        / 1e12
+    )
+    assert float(said[1]) == pytest.approx(1e3 * alone, abs=0.01) and float(said[2]) == pytest.approx(2 / alone, abs=1)
+    both = advise.decode_work(config, torch.bfloat16, 2, 2, 1024)
+    half = sum(n * work.n_bytes for n, work in zip((48, 48, 1), both.values(), strict=True)) / 1e12
+    standard = float(re.match(r"standard ([\d.]+) ms", said[3])[1])
+    assert standard == pytest.approx(1e3 * half + 96 * 41e-3 + 41e-3, rel=0.02)
+    assert re.search(r", ladder [\d.]+ ms \(\d+\)$", said[3])
+
+
 def test_a_table_for_each_link(capsys):
     shown = advised(capsys, "--model", "8b:4:int8", *H100[2:], "--batch", 2)
     assert shown.count("| standard |") == len(LINKS) - 1

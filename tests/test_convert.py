@@ -226,7 +226,7 @@ def test_multipliers_are_rounded_once(tmp_path):
         assert (ours - exact.to(ours.dtype)).abs().max() <= tolerance
 
 
-OWN_CODE = {"llamaLadder", "ladder_residual"}
+OWN_CODE = {"llamaLadder", "ladder_residual", "instella_moe"}
 
 
 NO_DEFAULT = {  # in some families
@@ -240,7 +240,8 @@ NO_DEFAULT = {  # in some families
 def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     values = {"model_type": family, "num_attention_heads": 32, "pad_token_id": 0, **dict.fromkeys(shape, 64)}
-    values |= {"num_key_value_heads": 32, **({} if family == "stablelm" else {"head_dim": 8})}
+    has_head_dim = family != "stablelm" and "kv_lora_rank" not in huggingface.FAMILIES[family].keys
+    values |= {"num_key_value_heads": 32, **({"head_dim": 8} if has_head_dim else {})}
     values |= {key: value for key, value in NO_DEFAULT.items() if huggingface.FAMILIES[family].keys.get(key, 0) is None}
     (tmp_path / "config.json").write_text(json.dumps(values))
     ours = huggingface.config_from_hf(tmp_path / "config.json")
@@ -248,8 +249,8 @@ def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     norm_eps = theirs.layer_norm_eps if family == "stablelm" else theirs.rms_norm_eps
     assert (ours.norm_eps, ours.rope_theta) == (norm_eps, rope["rope_theta"])
-    part = rope.get("partial_rotary_factor", 1.0)
-    assert ours.rotary_dim == (None if part == 1.0 else int(ours.head_dim * part))
+    part, latent = rope.get("partial_rotary_factor", 1.0), getattr(theirs, "qk_rope_head_dim", None)
+    assert ours.rotary_dim == (latent or (None if part == 1.0 else int(ours.head_dim * part)))
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
     ends = tuple(end for end in ends if end is not None)
@@ -456,7 +457,7 @@ def change_tensors(folder, **changes):
 
 
 BAD_CONFIGS = [
-    ({"model_type": "deepseek_v2"}, "model_type 'deepseek_v2' is not supported"),
+    ({"model_type": "deepseek_v4"}, "model_type 'deepseek_v4' is not supported"),
     ({"is_causal": False}, "is_causal False is not supported, only True is"),
     ({"intermediate_size": None}, "intermediate_size is missing"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),

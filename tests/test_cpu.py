@@ -23,6 +23,7 @@ import generate
 from ladder.checkpoints import checkpoint
 from ladder.kernels import compilers, compiling, cpp, quant_linear
 from ladder.kernels.cpu import decode_modules, skinny_gemm
+from ladder.layers.attention_inputs import attention_metadata
 from ladder.ranks.world import World
 from model import attend, rotate_into_cache
 
@@ -95,11 +96,11 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
         x = numbers(M, K).double()
         x = (x * 90 / (x @ w1.T).abs().amax(1, keepdim=True)).bfloat16()
         x[1:2] = 0
-        y = torch.ops.ladder.feed_forward_int(x, *packed, N, K, bits)
+        y = torch.ops.ladder.feed_forward(x, *packed, N, K, bits)
         exact = (F.silu(x.double() @ w1.T) * (x.double() @ w3.T)) @ w2.T
         assert y.shape == (M, K) and y.dtype == torch.bfloat16
         assert ((y.double() - exact).norm(dim=1) <= 0.01 * exact.norm(dim=1)).all(), M
-    torch.library.opcheck(torch.ops.ladder.feed_forward_int.default, (x.T.contiguous().T, *packed, N, K, bits))
+    torch.library.opcheck(torch.ops.ladder.feed_forward.default, (x.T.contiguous().T, *packed, N, K, bits))
 
 
 @pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
@@ -125,7 +126,7 @@ def packed(*shape):
 
 INT4, IDS = packed(1, 2, 5), zeros(3, 2, dtype=torch.int64)  # 16 rows of 64 columns in groups of 32
 Q, CACHE, EXPERT = zeros(3, 2, 1, 1, 64), zeros(3, 2, 9, 64), zeros(4, 8, 8)
-ROPE = torch.zeros(3, 1, 1, 1, 32)
+ROPE, X, WQKV = torch.zeros(3, 1, 1, 1, 32), zeros(3, 1, 8), zeros(384, 8)
 MISFITS = [
     ("skinny_gemm", zeros(2, 9), zeros(4, 8)),
     ("skinny_gemm", zeros(2, 0), zeros(4, 0)),
@@ -142,7 +143,7 @@ MISFITS = [
     ("skinny_gemm_int", zeros(3, 64), packed(1, 0, 5), 16, 64, 4),
     ("skinny_gemm_int", zeros(3, 0), packed(1, 1, 1), 16, 0, 8),
     ("many_rows_int", zeros(3, 64), packed(1, 4, 4), 16, 64, 4),
-    ("feed_forward_int", zeros(3, 64), INT4, packed(1, 4, 3), packed(4, 1, 3), 16, 64, 4),
+    ("feed_forward", zeros(3, 64), INT4, packed(1, 4, 3), packed(4, 1, 3), 16, 64, 4),
     ("skinny_gemm_experts", zeros(3, 8), IDS + 4, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3),
     ("skinny_gemm_experts", zeros(3, 8), IDS - 1, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3),
     ("skinny_gemm_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT[0], 8, 8, [16] * 3),
@@ -153,6 +154,43 @@ MISFITS = [
     ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9),
     ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9),
     ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9),
+    ("attention_step", X, WQKV, zeros(8, 128), [16], 2, None, [], 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
+    (
+        "attention_step",
+        X,
+        WQKV[:192],
+        zeros(8, 128),
+        [16, 16],
+        1,
+        None,
+        [],
+        0.0,
+        ROPE,
+        ROPE,
+        IDS[:, :1],
+        CACHE,
+        CACHE,
+        9,
+    ),
+    (
+        "attention_step",
+        X,
+        WQKV[:320],
+        zeros(8, 128),
+        [16, 16],
+        2,
+        None,
+        [],
+        0.0,
+        ROPE,
+        ROPE,
+        IDS[:, :1],
+        CACHE,
+        CACHE,
+        9,
+    ),
+    ("attention_step", X, WQKV, zeros(8, 64), [16, 16], 2, None, [], 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
+    ("attention_step", X, WQKV, zeros(8, 128), [16, 16], 2, None, [Q], 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
     ("rms_norm", zeros(3, 64), zeros(65)),
     ("rms_norm", zeros(3, 64).float(), zeros(64)),
     ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE[..., :30], ROPE, IDS[:, :1], CACHE, CACHE),
@@ -233,6 +271,33 @@ def test_rotation_writes_the_cache_as_models_does(B, K, G, S, H, R):
         decode_modules.fused_rotate(q, k, v, rope, metadata, caches[1])
 
 
+@pytest.mark.parametrize("special", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
+@pytest.mark.parametrize("quant, most", [(None, 8), ("int8", 16), ("int4", 16)])
+def test_a_layers_attention_in_one_call_is_the_same_bit_by_bit(quant, most, special, monkeypatch):
+    """Unequal rows of three new tokens, the second layer with a window; and more rows, for which others are faster."""
+    monkeypatch.setattr(skinny_gemm, "SKINNY_ROWS", 8)
+    shape = {"n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 64, "dim": 128, "intermediate_size": 64}
+    windows, group_size = {"sliding_window": 5, "window_layers": (1,)}, 64 if quant == "int4" else None
+    config = dataclasses.replace(BASE, **shape, **windows, **special, quant=quant, group_size=group_size)
+    net = generate.load_model(config, None, "bfloat16", WORLD)
+    for i, vector in enumerate(p for p in net.parameters() if p.dim() == 1):  # biases and norms
+        vector.data = numbers(i + 1, len(vector))[-1]
+    step, calls, first = torch.ops.ladder.attention_step, [], torch.tensor([[9], [0]])
+    monkeypatch.setattr(torch.ops.ladder, "attention_step", lambda *a: calls.append(1) or step(*a))
+    for S, block in itertools.product((3, most // 2 + 1), net.layers):
+        metadata = attention_metadata(net, first + torch.arange(S), torch.arange(20))
+        x, keys, values = numbers(2, S, 128), *numbers(2, 2, 2, 20, 64)[:, None].repeat(1, 2, 1, 1, 1, 1)
+        results = []
+        for i, in_one_call in enumerate((True, False)):
+            assert block.attention.in_one_call or i
+            block.attention.in_one_call = in_one_call
+            results.append(block.attention(x, metadata, (keys[i], values[i])))
+            assert len(calls) == (in_one_call and S == 3)
+            calls.clear()
+        block.attention.in_one_call = True
+        assert torch.equal(*results) and torch.equal(*keys) and torch.equal(*values)
+
+
 @pytest.mark.slow
 def test_a_compiled_model_with_few_rows(monkeypatch):
     monkeypatch.setattr(skinny_gemm, "SKINNY_ROWS", 8)  # more in prefill, fewer in decode
@@ -309,7 +374,7 @@ def test_without_what_cannot_be_built_pytorchs_kernels_run_and_one_line_says_why
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
-def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant):
+def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant, capsys):
     """Its packed integers replace those that were loaded; in other dtypes there are no such kernels."""
     config = dataclasses.replace(
         BASE, head_dim=64, dim=64, intermediate_size=96, quant=quant, group_size=32 if quant == "int4" else None
@@ -320,6 +385,8 @@ def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant):
     assert all(getattr(m, "kernel", None) is skinny_gemm.multiply and m.scales is None for m in linears) == bool(quant)
     assert {type(m) for m in linears} == {quant_linear.QuantLinear if quant else skinny_gemm.SkinnyLinear}
     net = generate.load_model(config, None, "float32", WORLD)
+    said = capsys.readouterr().err
+    assert said == "int4 in float32 has no kernels: bfloat16 is many times faster\n" * (quant == "int4")
     assert net.layers[0].attention.attend is attend
     assert type(net.output) is (quant_linear.QuantLinear if quant else torch.nn.Linear)
 

@@ -411,6 +411,13 @@ def test_synthetic_prompts_differ_end_with_the_context_and_are_prefilled_in_two_
     assert one["tokens"] == two["tokens"] and len({tuple(row) for row in one["tokens"]}) == 9
 
 
+def test_a_prompt_that_names_a_file_is_a_text_and_one_line_says_how_to_read_the_file(tiny, out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ids:5").touch()
+    said = run_json(tiny, "--prompt", "ids:5", "--max-new-tokens", 1, out=out)[2]
+    assert said.count("ids:5 is also the name of a file: --prompt @ids:5 reads a prompt from each of its lines\n") == 1
+
+
 def test_a_long_prompt_leaves_its_neighbours_their_own_end(tiny, out):
     """Of a context of 64 tokens, each row ends at --max-new-tokens or at 64, as it does alone."""
     prompts, flags = ["ids:5", f"ids:{','.join(['5', '9'] * 31)}"], ["--temperature", "0", "--max-new-tokens", "40"]

@@ -135,6 +135,16 @@ def test_names_that_cannot_be_had(name, tmp_path, monkeypatch):
     assert names(tmp_path) == ["file", "loop"]
 
 
+def test_an_empty_folder_of_that_name_is_filled(tmp_path):
+    (tmp_path / "out").mkdir()
+    with outputs.new_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("")
+        assert names(tmp_path / "out") == []
+    assert names(tmp_path / "out") == ["a"]
+    with pytest.raises(InputError, match="out already exists"), outputs.new_folder(tmp_path / "out"):
+        pytest.fail("it began")
+
+
 def test_an_error_of_the_system_names_the_output_and_the_file(tmp_path):
     with pytest.raises(InputError, match="^cannot write .*out: .*source"), outputs.new_folder(tmp_path / "out"):
         (tmp_path / "source").read_bytes()

@@ -207,6 +207,23 @@ def advice(configs, times, own, tp_size):
     return f"{benchmarking.markdown(head, [cells for *_, cells in rows])}\n\n{text}", gain
 
 
+def copies_or_split(own, configs, dtype, tp_size, batch, context, machine, link):
+    """Return in a line what a whole copy of the model on each rank would do beside one model shared out over them.
+
+    Both serve the same rows: so many that each copy has at least one.
+    """
+    rows = -(-batch // tp_size)
+    everything = decode_work(own, dtype, 1, rows, context)
+    alone, _, _ = step_seconds(own, Times(*map(machine.seconds, everything.values()), 0.0, 0.0))
+    n, parts = rows * tp_size, []
+    words = f"{n} rows on {tp_size} whole copies, {rows} each: {1e3 * alone:.2f} ms ({n / alone:,.0f} tokens/s)"
+    for config in (c for c in configs if c.wiring in ("standard", "ladder", own.wiring)):
+        work = decode_work(config, dtype, tp_size, n, context)
+        seconds, _, _ = step_seconds(config, times_of(config, work, dtype, tp_size, n, machine, link))
+        parts.append(f"{config.wiring} {1e3 * seconds:.2f} ms ({n / seconds:,.0f})")
+    return f"{words}; shared out: {', '.join(parts)}"
+
+
 # ---- The command line ------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +276,8 @@ def main(argv=None):
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times[0]._asdict().items())
         table, gain = advice(configs, times, own, args.tp)
         print(f"\n{one.name}; in us: {parts}\n\n{table}")
+        if own.n_experts:
+            print(copies_or_split(own, configs, dtype, args.tp, args.batch, context, machine, one))
         gains.append(f"{one.name}: {gain}")
     if len(gains) > 1:
         print("\nRecommended over each link:\n" + "\n".join(gains))

@@ -358,6 +358,7 @@ def main(argv=None):
     job = Job(argparse.Namespace(**batch), world)  # as for such a batch
     if job.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
+    world.say(f"loading {args.checkpoint} ...")
     runner, _ = generate.load(job)
     rows = Rows(runner, job.config.eos_ids)
     if args.compile and args.rows > 1 and world.device.type == "cpu":

@@ -32,6 +32,8 @@ def read_configs(args):
             raise InputError(f"a model in the wiring {each.wiring} cannot be trained")
         if each.linear_layers:
             raise InputError("linear_layers cannot be trained: a state would go on to the next text of a window")
+        if each.router == "sigmoid":
+            raise InputError("a router of sigmoid scores cannot be trained: no gradient balances its expert_bias")
         check_lanes(each)
     if teacher:
         check_vocabulary(config, args.checkpoint, teacher, args.distill, f"--distill {args.distill}")

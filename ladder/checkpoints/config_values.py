@@ -5,7 +5,7 @@ import reprlib
 
 from ladder.checkpoints.checkpoint import LARGEST_NUMBER, MOST_LAYERS
 from ladder.errors import InputError
-from ladder.layers import linear_attention
+from ladder.layers import latent_attention, linear_attention
 
 HF_KEYS = {  # {a field of Config: the key that it comes from}, where these differ
     "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
@@ -17,6 +17,8 @@ HF_KEYS = {  # {a field of Config: the key that it comes from}, where these diff
     "shared_expert_size": "shared_expert_intermediate_size", "dense_layers": "mlp_only_layers",
     "eos_ids": "eos_token_id", "bos_id": "bos_token_id", "qkv_bias": "attention_bias", "wo_bias": "attention_bias",
     "renormalize_experts": "norm_topk_prob", "shared_expert_gate": "a shared expert", **linear_attention.HF_KEYS,
+    **latent_attention.HF_KEYS, "attention_gate": "gated_attention", "expert_groups": "n_group",
+    "chosen_groups": "topk_group", "expert_scale": "routed_scaling_factor",
     "None": "null", "bool": "true or false", "int": "a whole number", "float": "a number",  # of JSON
 }  # fmt: skip
 
@@ -40,14 +42,16 @@ KINDS = [  # ((what a value must be, a function that says whether it is), keys)
     (whole(1), """hidden_size num_attention_heads intermediate_size vocab_size max_position_embeddings head_dim
         num_key_value_heads decoder_sparse_step full_attention_interval sliding_window_pattern
         _sliding_window_pattern no_rope_layer_interval linear_num_key_heads linear_num_value_heads
-        linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim num_lanes"""),
+        linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim num_lanes q_lora_rank kv_lora_rank
+        qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group n_routed_experts"""),
     (whole(0), """sliding_window max_window_layers num_experts num_local_experts num_experts_per_tok
-        moe_intermediate_size shared_expert_intermediate_size broadcast_delay"""),
+        moe_intermediate_size shared_expert_intermediate_size broadcast_delay first_k_dense_replace
+        n_shared_experts"""),
     (whole(-MOST_LAYERS, MOST_LAYERS), "sliding_window_n_layers"),
     (whole(-1), "bos_token_id"),
     (real(0), """rms_norm_eps layer_norm_eps norm_eps query_pre_attn_scalar attn_logit_softcapping
         final_logit_softcapping embedding_multiplier logits_scaling residual_multiplier attention_multiplier
-        low_freq_factor high_freq_factor beta_fast beta_slow attention_factor"""),
+        routed_scaling_factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor"""),
     (real(0, 10000), "factor scaling_factor"),  # the context is a multiple of it
     (real(1), "original_max_position_embeddings rope_theta rope_local_base_freq"),
     (real(0, 1), "partial_rotary_factor"),
@@ -55,13 +59,14 @@ KINDS = [  # ((what a value must be, a function that says whether it is), keys)
         "mscale mscale_all_dim llama_4_scaling_beta"),
     (("true or false", lambda value: type(value) is bool), """tie_word_embeddings attention_bias mlp_bias qkv_bias
         attention_out_bias use_qkv_bias use_sliding_window use_parallel_residual parallel_blocks qk_norm
-        norm_topk_prob use_comm use_attention_comm use_mlp_comm use_early_comm pre_norm_lane_agg
+        norm_topk_prob rope_interleave use_qk_norm gated_attention farskip
+        use_comm use_attention_comm use_mlp_comm use_early_comm pre_norm_lane_agg
         replicated_rmsn_scale"""),
     (("a text", lambda value: isinstance(value, str)),
-        "hidden_act hidden_activation rope_type type wiring lm_head_type attn_mask_type"),
+        "hidden_act hidden_activation rope_type type wiring lm_head_type attn_mask_type topk_method"),
     (("an object", lambda value: isinstance(value, dict)),
         "rope_scaling rope_parameters full_attention sliding_attention"),
-    (many("a list of names", lambda value: isinstance(value, str)), "layer_types"),
+    (many("a list of names", lambda value: isinstance(value, str)), "layer_types mlp_layer_types"),
     (many("a list of layers, from 0", is_index), "mlp_only_layers swa_layers unclamped_layers"),
     (many("a list of 0 and 1", lambda value: value in (0, 1)), "no_rope_layers"),
     (many("a list of numbers above 0", real(0)[1]), "short_factor long_factor"),

@@ -10,6 +10,7 @@ QWEN_NAMES = {  # {a part of a tensor's name in Mixtral's and GraniteMoE's files
     "block_sparse_moe.": "mlp.", "router.layer.": "gate.", "input_linear.": "experts.gate_up_proj.",
     "output_linear.": "experts.down_proj.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj.",
 }  # fmt: skip
+DEEPSEEK_NAMES = {"mlp.shared_experts.": "mlp.shared_expert.", "mlp.gate.e_score_correction_bias": "mlp.expert_bias"}
 
 
 class ExpertWeights:
@@ -25,6 +26,8 @@ class ExpertWeights:
             new = re.sub(r"experts\.\w+_proj$", r"\g<0>.weight", name)
             for theirs, qwen in QWEN_NAMES.items():
                 new = new.replace(theirs, qwen) if "block_sparse_moe" in name else new
+            for theirs, qwen in DEEPSEEK_NAMES.items():
+                new = new.replace(theirs, qwen)
             one = re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+\.\w+)", new)
             place, expert = (one[1] + one[3], int(one[2])) if one else (new, 0)
             self.places.setdefault(place, []).append((expert, name))
@@ -44,6 +47,8 @@ class ExpertWeights:
 
 def values_from_hf(hf, n_experts):
     """Return the fields of Config about n_experts experts, from the result of huggingface.read_hf."""
+    if "n_routed_experts" in hf:
+        return deepseek_values_from_hf(hf)
     layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers")
     return {
         "n_experts": n_experts, "experts_per_token": hf["num_experts_per_tok"],
@@ -52,4 +57,23 @@ def values_from_hf(hf, n_experts):
         "shared_expert_size": hf.get("shared_expert_intermediate_size"),
         "shared_expert_gate": "shared_expert_intermediate_size" in hf,
         "dense_layers": tuple(i for i in layers if i in (dense or ()) or (i + 1) % step),
+    }  # fmt: skip
+
+
+def deepseek_values_from_hf(hf):
+    """Return what values_from_hf does for DeepSeek's keys, which GLM and Instella-MoE share."""
+    layers, types = range(hf["num_hidden_layers"]), hf.get("mlp_layer_types")
+    if types and (len(types) != len(layers) or not {*types} <= {"dense", "sparse"}):
+        raise InputError(f"mlp_layer_types must name dense or sparse for each of {len(layers)} layers")
+    method = hf.get("topk_method") or "noaux_tc"
+    if method not in ("noaux_tc", "greedy", "group_limited_greedy"):
+        raise InputError(f"topk_method {method!r} is not supported, only greedy, group_limited_greedy and noaux_tc are")
+    groups = hf["n_group"] if method != "greedy" and (hf["n_group"] or 1) > 1 else None
+    return {
+        "n_experts": hf["n_routed_experts"], "experts_per_token": hf["num_experts_per_tok"],
+        "expert_size": hf["moe_intermediate_size"], "renormalize_experts": hf["norm_topk_prob"],
+        "shared_expert_size": (hf["n_shared_experts"] or 0) * hf["moe_intermediate_size"] or None,
+        "dense_layers": tuple(i for i in layers if (types[i] == "dense" if types else i < hf["first_k_dense_replace"])),
+        "expert_groups": groups, "chosen_groups": hf["topk_group"] if groups else None,
+        "expert_scale": hf["routed_scaling_factor"],
     }  # fmt: skip

@@ -13,7 +13,7 @@ from ladder.checkpoints.checkpoint import read_json
 from ladder.checkpoints.config_values import check_values, with_hf_keys
 from ladder.checkpoints.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED
 from ladder.errors import InputError, first_line
-from ladder.layers import linear_attention
+from ladder.layers import latent_attention, linear_attention
 from ladder.layers.attention_inputs import unpaired
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
 from ladder.wiring_text import wiring_name
@@ -23,10 +23,17 @@ HF_PARTS = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of 
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "wo": "o_proj", "feed_forward": "mlp",
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate", "shared_gate": "shared_expert_gate",
     "attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm",  # GLM's
+    **latent_attention.HF_PARTS,
 }  # fmt: skip
 ROPE_TYPES = "full_attention", "sliding_attention"
 TWO_BASES = "gemma3_text", "olmo3"  # families whose layers with a window have another rope_theta
-SCALED_CONTEXT = "gemma3_text", "ladder_residual"  # families whose max_position_embeddings counts the extended context
+SCALED_CONTEXT = (
+    "gemma3_text",
+    "ladder_residual",
+    "deepseek_v2",
+    "deepseek_v3",
+    "instella_moe",
+)  # families whose max_position_embeddings counts the extended context
 INTERVALS = {  # {an interval of layers: the list that makes it superfluous}
     "sliding_window_pattern": "layer_types", "full_attention_interval": "layer_types",
     "no_rope_layer_interval": "no_rope_layers",
@@ -84,6 +91,8 @@ def read_hf(values):
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already, which needs no conversion")
     check_values(values, {"num_hidden_layers", "rope_scaling", "rope_parameters"})
+    if "InstellaMoEForCausalLM" in (values.get("architectures") or []):
+        family = "instella_moe"
     if "laneformer" in str(family).lower():  # Kog's
         family, values = "ministral", laneformer.laneformer_as_ministral(values)
     if not isinstance(family, str) or family not in FAMILIES:
@@ -170,7 +179,10 @@ def our_values(hf):
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
     has_linear = "linear_num_key_heads" in hf
     linear = linear_attention.values_from_hf(hf) if has_linear else {}
-    n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # as transformers 5 writes it
+    latent = latent_attention.values_from_hf(hf) if "kv_lora_rank" in hf else {}
+    n_experts = (
+        hf.get("n_routed_experts") or hf.get("num_experts") or hf.get("num_local_experts")
+    )  # as transformers 5 writes it
     experts = hf_experts.values_from_hf(hf, n_experts) if n_experts else {}
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
@@ -179,15 +191,17 @@ def our_values(hf):
         **rotary, "tie_embeddings": hf["tie_word_embeddings"],
         "qkv_bias": hf.get("qkv_bias", hf.get("use_qkv_bias", attention_bias)),
         "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),
-        "qk_norm": hf.get("qk_norm", False), "activation": activation_from_hf(hf),
+        "qk_norm": hf.get("qk_norm", hf.get("use_qk_norm", False)), "activation": activation_from_hf(hf),
         "embedding_scale": dim**0.5 if family.startswith("gemma") else None,
         "query_scale": (head_dim / scalar) ** 0.5 if scalar != head_dim else None,
         "score_cap": hf.get("attn_logit_softcapping"), "logit_cap": hf.get("final_logit_softcapping"),
         "nope_layers": nope_layers_from_hf(hf),
         "bos_id": None if hf["bos_token_id"] == -1 else hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
-        "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
-        **FAMILIES[family].values, **hf.get("laneformer", {}), **linear, **experts,
+        "wiring": hf.get("wiring")
+        or ("farskip" if hf.get("farskip") else None)
+        or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
+        **FAMILIES[family].values, **hf.get("laneformer", {}), **linear, **latent, **experts,
     }  # fmt: skip
 
 
@@ -283,6 +297,7 @@ class LlamaWeights:
         values = read_json(path)
         hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
+        self.interleaved = hf.get("rope_interleave")
         norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
         self.own_context = hf["max_position_embeddings"]
         if config.n_experts:
@@ -297,6 +312,10 @@ class LlamaWeights:
         }
         self.source, self.places = source, {}  # {name: (the source's name, its parts' proportions, index)}
         for name in source.names():
+            beyond = re.match(r"model\.layers\.(\d+)\.", name)
+            if beyond and int(beyond[1]) >= config.n_layers and "n_routed_experts" in hf:
+                self.skipped["the layers that predict more tokens"] += 1
+                continue
             if name.startswith("mtp.") or nested and not re.match(r"(model\.)?language_model\.|lm_head\.", name):
                 self.skipped[name.removeprefix("model.").partition(".")[0]] += 1
                 continue
@@ -338,5 +357,7 @@ class LlamaWeights:
             tensor = tensor.split([unit * n for n in proportions], dim=-2)[i]
         if self.rotary and re.search(r"\.[qk]_proj\.", name):
             tensor = unpaired(tensor, *self.rotary)
+        if self.config.latent_attention:
+            tensor = latent_attention.reordered(tensor, name, self.config, self.interleaved)
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
         return tensor if factor == 1.0 or tensor.dtype == torch.uint8 else tensor.float() * factor

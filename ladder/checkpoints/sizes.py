@@ -1,6 +1,7 @@
 """Named sizes with random weights, for benchmarks: generate.py --model."""
 
 import dataclasses
+import math
 import re
 
 import torch
@@ -17,6 +18,15 @@ def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie
     )  # fmt: skip
 
 
+def _latent(key_dim, rope_dim):
+    return {"query_rank": None, "latent_dim": 512, "key_dim": key_dim, "rope_dim": rope_dim, "value_dim": 128}
+
+
+_DEEPSEEK_EXPERTS = {
+    "n_experts": 64, "experts_per_token": 6, "expert_size": 1408, "shared_expert_size": 2816, "dense_layers": (0,),
+}  # fmt: skip
+DEEPSEEK_YARN = {"factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
+DEEPSEEK_YARN["original_max_position_embeddings"] = 4096
 YARN = {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
 SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights should not end a text
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
@@ -52,6 +62,20 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
     "mixtral-8x7b": Config(
         32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e-5, 1e6, n_experts=8, experts_per_token=2, expert_size=14336,
     ),
+    "instella": Config(  # Instella-MoE 16B-A3B
+        27, 16, 16, 128, 2048, 10944, 128896, 32768, 1e-6, 8e6, DEEPSEEK_YARN, rotary_dim=32, attention_gate=True,
+        query_scale=(0.1 * math.log(40) + 1) ** 2, latent_attention=_latent(96, 32), **_DEEPSEEK_EXPERTS,
+        router="sigmoid", expert_scale=2.5, wiring="farskip",
+    ),
+    "deepseek-v2-lite": Config(
+        27, 16, 16, 192, 2048, 10944, 102400, 163840, 1e-6, 1e4, DEEPSEEK_YARN, rotary_dim=64,
+        query_scale=(0.0707 * math.log(40) + 1) ** 2, latent_attention=_latent(128, 64), **_DEEPSEEK_EXPERTS,
+        router="softmax in float32", renormalize_experts=False,
+    ),
+    "glm-4.5-air": Config(
+        46, 96, 8, 128, 4096, 10944, 151552, 131072, 1e-5, 1e6, rotary_dim=64, qkv_bias=True, n_experts=128,
+        experts_per_token=8, expert_size=1408, shared_expert_size=1408, dense_layers=(0,), router="sigmoid",
+    ),
     "qwen3.6-27b": Config(
         64, 24, 4, 256, 5120, 17408, 248320, 262144, 1e-6, 1e7, rotary_dim=64, norm="rms+1", qk_norm=True,
         attention_gate=True, linear_layers=tuple(i for i in range(64) if (i + 1) % 4),
@@ -77,7 +101,7 @@ def named_size(text):
     group_size = int(size or 64) if quant == "int4" else None
     n_layers = int(match[2] or config.n_layers)
     changes = {"n_layers": n_layers, "quant": quant or None, "group_size": group_size}
-    for name in "window_layers", "linear_layers":
+    for name in "window_layers", "linear_layers", "dense_layers":
         changes[name] = tuple(i for i in getattr(config, name) if i < n_layers)
     return dataclasses.replace(config, **changes)
 

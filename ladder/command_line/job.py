@@ -1,5 +1,6 @@
 """generate.py's flags, and the Job that they ask for."""
 
+import os
 import zlib
 
 from ladder.checkpoints.tokenizer import load_tokenizer
@@ -64,6 +65,8 @@ class Job:
             self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
             if args.checkpoint and world.rank == 0:
                 warn_of_wiring(stored, config, world.shares)
+            for text in filter(os.path.isfile, args.prompt or []):
+                world.say(f"{text} is also the name of a file: --prompt @{text} reads a prompt from each of its lines")
             chats, self.prompts = is_chat(args), read_prompts(args, config, self.tokenizer)
             context = min(CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
             self.max_new_tokens, self.slots = fit(args.max_new_tokens, self.prompts, context)

@@ -115,14 +115,18 @@ def replace_matrices(model):
     """Replace the linears and embeddings of a Transformer by integer ones, except config.not_quantized.
 
     Matrices that choose experts, or that say how fast linear attention forgets, are never quantized: they are small,
-    but their errors would not be.
+    but their errors would not be. Nor is wkv_b of latent attention, which decoding needs as floats.
     """
     config = model.config
 
     def make(name, module):
         table = "tok_embeddings" if name == "output" and config.tie_embeddings else name
         weight = getattr(module, "weight", None)
-        if weight is None or weight.dim() == 1 or table in (*config.not_quantized, "router", "shared_gate", "wba"):
+        if (
+            weight is None
+            or weight.dim() == 1
+            or table in (*config.not_quantized, "router", "shared_gate", "wba", "wkv_b")
+        ):
             return None
         kind = QuantEmbedding if type(module) is nn.Embedding else QuantLinear
         return kind(weight.shape, config.quant, config.group_size, getattr(module, "bias", None) is not None)

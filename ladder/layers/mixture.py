@@ -3,12 +3,17 @@
 Shape letters: B batch, S sequence, D dim, E experts, k experts of a token.
 """
 
+import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from ladder.errors import InputError
 from ladder.layers.experts import Experts
 from ladder.layers.farskip import APART
 from model import FeedForward
+
+# {Config.router: the scores of float32 logits}. All but "softmax" compute the logits in float32, too.
+ROUTERS = {"softmax": lambda x: x.softmax(-1), "softmax in float32": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
 
 
 class MoE(nn.Module):
@@ -21,18 +26,39 @@ class MoE(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim, E = config.dim, config.n_experts
-        self.k, self.renormalize = config.experts_per_token, config.renormalize_experts
+        self.k, self.renormalize, self.scale = config.experts_per_token, config.renormalize_experts, config.expert_scale
+        self.groups, self.chosen_groups, self.score_kind = config.expert_groups, config.chosen_groups, config.router
         self.router = nn.Linear(dim, E, bias=False)
+        # added to sigmoid scores for the choice alone, so that training could balance the experts
+        self.expert_bias = nn.Parameter(torch.empty(E)) if config.router == "sigmoid" else None
         self.experts = Experts(dim, config.expert_size, E)
         self.shared_expert = FeedForward(dim, config.shared_expert_size) if config.shared_expert_size else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_expert_gate else None
 
+    def choose(self, tokens):
+        """Return (weights (T, k) float32, chosen experts (T, k)) of tokens (T, D)."""
+        if self.score_kind == "softmax":
+            logits = self.router(tokens).float()
+        else:
+            logits = F.linear(tokens.float(), self.router.weight.float())
+        scores = ROUTERS[self.score_kind](logits)
+        ranked = scores if self.expert_bias is None else scores + self.expert_bias.float()
+        if self.groups:
+            by_group = ranked.unflatten(-1, (self.groups, -1))
+            best = by_group.amax(-1) if self.expert_bias is None else by_group.topk(2).values.sum(-1)
+            best = best.topk(self.chosen_groups).indices
+            is_chosen = torch.zeros(by_group.shape[:-1], dtype=torch.bool, device=best.device).scatter(-1, best, True)
+            ranked = by_group.masked_fill(~is_chosen[..., None], -torch.inf).flatten(-2)
+        chosen = ranked.topk(self.k).indices
+        weights = scores.gather(-1, chosen)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights if self.scale is None else weights * self.scale, chosen
+
     def forward(self, x, apart=False):
         """Return the partial (B, S, D) of x (B, S, D); if apart, (chosen experts', shared one's or None)."""
         tokens = x.flatten(0, -2)
-        weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self.choose(tokens)  # (B * S, k)
         y = self.experts(tokens, chosen)  # (B * S, k, D)
         y = (y * weights[..., None].type_as(y)).unflatten(0, x.shape[:-1]).sum(-2)
         if self.shared_expert is None:
@@ -62,6 +88,19 @@ def check(config):
         raise InputError(
             f"wiring {c.wiring} is not for models with post_norms: it reads outputs before they are normed"
         )
+
+    E, groups = c.n_experts, c.expert_groups
+    if c.router not in ROUTERS:
+        raise InputError(f"router {c.router!r} is unknown; known: {', '.join(ROUTERS)}")
+    if groups and (E % groups or not 1 <= (c.chosen_groups or 0) <= groups or E // groups < 2):
+        raise InputError(f"expert_groups {groups}, of which {c.chosen_groups} are chosen, do not divide n_experts {E}")
+    if groups and c.experts_per_token > E // groups * c.chosen_groups:
+        raise InputError(f"experts_per_token {c.experts_per_token} are more than {c.chosen_groups} groups have")
+
+
+def stays_float32(config, name):
+    """Return whether a parameter decides about experts so finely that it is never rounded to the model's dtype."""
+    return config.router != "softmax" and name.endswith((".router.weight", ".expert_bias"))
 
 
 def mlps(config):

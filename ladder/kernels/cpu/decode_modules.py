@@ -62,18 +62,55 @@ def multiply_experts(x, chosen, w1, w3, w2):
     return torch.ops.ladder.skinny_gemm_experts(x, chosen, *weights, w2.in_features, x.shape[1], bits)
 
 
-class SkinnyFeedForward(nn.Module):
-    """A FeedForward of packed QuantLinears. Few rows take one call, so that no time is lost between its products."""
+def bits_in_skinny_gemm(linear):
+    """Return the bits of a linear's weights as skinny_gemm.cpp takes them: 16 or, packed, 8 or 4. Else None."""
+    packed = getattr(linear, "kernel", None) is skinny_gemm.multiply
+    return 16 if type(linear) is nn.Linear else linear.bits if packed else None
 
-    def __init__(self, feed_forward):
-        super().__init__()
-        self.w1, self.w3, self.w2 = feed_forward.w1, feed_forward.w3, feed_forward.w2
+
+def most_rows(bits):
+    """Return of how many rows skinny_gemm.cpp multiplies weights of these bits faster than other kernels do."""
+    return skinny_gemm.SKINNY_ROWS if 16 in bits else skinny_gemm.SKINNY_INT_ROWS
+
+
+class SkinnyFeedForward(FeedForward):
+    """A FeedForward whose few rows take one call, so that no time is lost between its products."""
+
+    def __init__(self, feed_forward, bits):
+        self.__dict__ = feed_forward.__dict__  # the same linears
+        w1, w3, w2 = self.w1, self.w3, self.w2
+        self.most = most_rows([bits]) * w1.in_features  # numbers of x
+        # looked up once: of the time that a small model's layer takes, each look-up is a percent
+        self.arguments = w1.weight, w3.weight, w2.weight, w1.out_features, w1.in_features, bits
 
     def forward(self, x):
-        if x.numel() > skinny_gemm.SKINNY_INT_ROWS * x.shape[-1]:
-            return self.w2(F.silu(self.w1(x)) * self.w3(x))
-        weights = self.w1.weight, self.w3.weight, self.w2.weight
-        return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
+        return super().forward(x) if x.numel() > self.most else torch.ops.ladder.feed_forward(x, *self.arguments)
+
+
+class SkinnyAttention(Attention):
+    """An Attention whose few new positions take one call, except in layers that the operator does not know.
+
+    When compiled, which needs no Python between calls, it uses decode_attend alone. bits: of wqkv and wo.
+    """
+
+    def __init__(self, attention, bits):
+        self.__dict__ = attention.__dict__  # the same linears
+        self.attend, self.rotate_into_cache = decode_attend, fused_rotate
+        normed = type(self.q_norm) is nn.RMSNorm and not self.whole_norm  # each head for itself
+        usual = (normed or type(self.q_norm) is nn.Identity) and self.rotates and not self.gates
+        self.in_one_call = usual and self.wo.bias is None and None not in bits
+        self.most = min(most_rows(bits), FEW_POSITIONS)
+        norms = ([self.q_norm.weight, self.k_norm.weight], self.q_norm.eps) if normed else ([], 0.0)
+        N = self.wo.in_features // self.head_dim
+        self.arguments = self.wqkv.weight, self.wo.weight, bits, N, self.wqkv.bias, *norms
+
+    def forward(self, x, metadata, cache):
+        plain = self.in_one_call and cache is not None and metadata.query_scale is None
+        if not plain or x.shape[0] * x.shape[1] > self.most or torch.compiler.is_compiling():
+            return super().forward(x, metadata, cache)
+        rope = metadata.window_rope if self.window else metadata.rope  # in float32
+        window = self.window or cache[0].shape[2]
+        return torch.ops.ladder.attention_step(x, *self.arguments, *rope, metadata.positions, *cache, window)
 
 
 @functools.cache
@@ -94,6 +131,8 @@ def use_skinny_gemm(model):
     The matrices of a quantized model are packed, which frees the integers as the checkpoint stores them.
     """
     if model.dtype != torch.bfloat16:
+        if model.config.quant == "int4" and rank_and_size()[0] == 0:
+            print(f"int4 in {str(model.dtype)[6:]} has no kernels: bfloat16 is many times faster", file=sys.stderr)
         return
     if not is_built():
         use_kernels(model, "cpu")
@@ -107,14 +146,14 @@ def use_skinny_gemm(model):
             return skinny_gemm.SkinnyLinear(module)
         if type(module) is nn.RMSNorm:
             return SkinnyNorm(module)
-        if type(module) is FeedForward and module.w1.bias is None and module.activation is F.silu:
-            packed = all(getattr(linear, "kernel", None) is skinny_gemm.multiply for linear in module.children())
-            return SkinnyFeedForward(module) if packed else None
+        if type(module) is FeedForward and module.activation is F.silu and module.w1.bias is None:
+            bits, *others = {bits_in_skinny_gemm(linear) for linear in module.children()}
+            return None if others or bits is None else SkinnyFeedForward(module, bits)
+        if type(module) is Attention and module.head_dim % 64 == 0 and not module.score_cap:
+            return SkinnyAttention(module, [bits_in_skinny_gemm(linear) for linear in (module.wqkv, module.wo)])
         return None
 
     swap(model, make)
     for name, module in model.named_modules():
-        if type(module) is Attention and module.head_dim % 64 == 0 and not module.score_cap:
-            module.attend, module.rotate_into_cache = decode_attend, fused_rotate
-        elif name.endswith(".experts"):
+        if name.endswith(".experts"):
             module.kernel = multiply_experts

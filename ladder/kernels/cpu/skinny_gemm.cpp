@@ -17,6 +17,7 @@
 
 #include <array>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "skinny_gemm.h"
@@ -163,10 +164,16 @@ at::Tensor skinny_gemm_int(const at::Tensor& input, const at::Tensor& weight, in
   return multiply(input, integers(input, weight, N, K, bits), all_rows(input));
 }
 
-// w2 (silu(w1 x) * w3 x), with w1 and w3 (N, K), w2 (K, N)
-at::Tensor feed_forward_int(
+// x (..., K) times W (N, K), of these bits, where 16 are bfloat16
+at::Tensor product(const at::Tensor& x, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
+  return bits == 16 ? skinny_gemm(x, weight) : skinny_gemm_int(x, weight, N, K, bits);
+}
+
+// w2 (silu(w1 x) * w3 x), with w1 and w3 (N, K), w2 (K, N), of these bits, where 16 are bfloat16
+at::Tensor feed_forward(
     const at::Tensor& input, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2, int64_t N, int64_t K,
     int64_t bits) {
+  if (bits == 16) return skinny_gemm(at::silu(skinny_gemm(input, w1)).mul_(skinny_gemm(input, w3)), w2);
   const Integers gate = integers(input, w1, N, K, bits), up = integers(input, w3, N, K, bits);
   const at::Tensor hidden = multiply(input, gate, all_rows(input), &up);
   return multiply(hidden, integers(hidden, w2, K, N, bits), all_rows(hidden));
@@ -314,14 +321,41 @@ at::Tensor decode_attention(
   return result;
 }
 
+// A layer's attention of a few new positions, from the normed x (B, S, D) to its partial (B, S, D), in one call. Of wqkv,
+// wo (bits as in product) and `bias` the shard has N heads. norms: none, or the weights of q_norm and k_norm with this eps.
+// The other arguments are those of rotate_into_cache and decode_attention.
+at::Tensor attention_step(
+    const at::Tensor& x, const at::Tensor& wqkv, const at::Tensor& wo, at::IntArrayRef bits, int64_t N,
+    const std::optional<at::Tensor>& bias, at::TensorList norms, double eps, const at::Tensor& cosines,
+    const at::Tensor& sines, const at::Tensor& positions, const at::Tensor& keys, const at::Tensor& values,
+    int64_t window) {
+  TORCH_CHECK(
+      x.dim() == 3 && keys.dim() == 4 && bits.size() == 2 && norms.size() % 2 == 0 && keys.size(1) > 0 &&
+          N % keys.size(1) == 0,
+      "attention_step takes x (B, S, D), a cache (B, K, T, H), the bits of wqkv and wo, a multiple of K heads, two norms");
+  const int64_t B = x.size(0), S = x.size(1), D = x.size(2), K = keys.size(1), H = keys.size(3), G = N / K;
+  at::Tensor qkv = product(x, wqkv, (N + 2 * K) * H, D, bits[0]);
+  if (bias) qkv = qkv.add_(*bias);
+  qkv = qkv.view({B, S, K, G + 2, H}).permute({0, 2, 3, 1, 4});  // (B, K, G + 2, S, H)
+  at::Tensor q = qkv.narrow(2, 0, G), k = qkv.select(2, G), v = qkv.select(2, G + 1);
+  if (!norms.empty()) q = rms_norm(q, norms[0], eps), k = rms_norm(k, norms[1], eps);
+  q = rotate_into_cache(q, k, v, cosines, sines, positions, keys, values);
+  const at::Tensor y = decode_attention(q.transpose(2, 3), keys, values, positions, window);  // (B, K, S, G, H)
+  return product(y.transpose(1, 2).reshape({B, S, N * H}), wo, D, N * H, bits[1]);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   auto define = [&](const std::string& schema, auto function) {
     library.def((schema + " -> Tensor").c_str(), torch::dispatch(c10::DispatchKey::CPU, function));
   };
+  define(
+      "attention_step(Tensor x, Tensor wqkv, Tensor wo, int[] bits, int N, Tensor? bias, Tensor[] norms, float eps, "
+      "Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, Tensor(b!) values, int window)",
+      attention_step);
   define("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window)", decode_attention);
-  define("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward_int);
+  define("feed_forward(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward);
   define("rms_norm(Tensor x, Tensor weight, float eps)", rms_norm);
   define(
       "rotate_into_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, "

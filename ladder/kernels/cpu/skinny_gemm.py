@@ -41,7 +41,7 @@ def build():
     torch.library.register_fake(
         "ladder::skinny_gemm_experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1])
     )
-    torch.library.register_fake("ladder::feed_forward_int", lambda x, *_: x.new_empty(x.shape))
+    torch.library.register_fake("ladder::feed_forward", lambda x, *_: x.new_empty(x.shape))
     torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
 
 

@@ -1,0 +1,186 @@
+"""Multi-head latent attention (MLA, arXiv 2405.04434) of DeepSeek V2 and V3, GLM-4.7-Flash and Instella-MoE.
+
+The keys and values of all heads are made of one short vector for each token, its *latent*. So the cache holds latents
+alone, each beside a short key that is rotated and that all heads share. With latents c_t and shared keys r_t, head n
+has the keys (K_n c_t, r_t) and the values V_n c_t, where K_n and V_n are rows of wkv_b.
+
+There are two ways to compute a head's output for a query (q, p), of which p is rotated:
+
+    expanded    make keys and values of all latents first; then attend as usual
+    absorbed    sum_t softmax(q . K_n c_t + p . r_t) V_n c_t = V_n sum_t softmax((K_n^T q) . c_t + p . r_t) c_t:
+                attend to the latents themselves, as if they were the keys and the values of one head
+
+Absorbed, a key costs more multiplications for each query, but nothing is made for each key: it suits few queries.
+
+Ranks share out the heads. Each has all latents, so the cache is the same on every rank.
+
+Shape letters: B batch, S sequence, T slots of the cache, T' those that are read, D dim, N heads of this rank, L of a
+latent, X of a head's key without its rotated part, R of that part, Y of its value.
+"""
+
+import math
+import re
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ladder.errors import InputError
+from ladder.layers.attention_inputs import rotate, unpaired
+
+HF_KEYS = {  # {a key of Config.latent_attention: Hugging Face's key}
+    "query_rank": "q_lora_rank", "latent_dim": "kv_lora_rank", "key_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim",
+}  # fmt: skip
+HF_PARTS = {  # {a part of our tensors' names: Hugging Face's}
+    "wq_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "wq_b": "q_b_proj", "wq": "q_proj", "wkv_a": "kv_a_proj_with_mqa",
+    "kv_a_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj", "wgate": "gate_proj",
+}  # fmt: skip
+
+LATENT_EPS = 1e-6  # of the latents' norms, as in transformers, whatever rms_norm_eps says of the others
+
+
+class LatentAttention(nn.Module):
+    """A layer of latent attention.
+
+    wq (or wq_b, which reads a latent of the queries) has X + R rows for each head, wgate has Y. wkv_b has the X rows of
+    the keys of all heads, then the Y rows of the values of all, and is never quantized. tp.py may give this module any
+    range of heads; how many they are is read from the shapes.
+    """
+
+    def __init__(self, config, layer):
+        super().__init__()
+        rank, L, X, R, Y = (config.latent_attention[name] for name in HF_KEYS)
+        N, self.sizes = config.n_heads, (L, X, R, Y)
+        if rank:
+            self.wq_a, self.q_a_norm = nn.Linear(config.dim, rank, bias=False), nn.RMSNorm(rank, LATENT_EPS)
+            self.wq_b = nn.Linear(rank, N * (X + R), bias=False)
+        else:
+            self.wq = nn.Linear(config.dim, N * (X + R), bias=False)
+        self.wkv_a, self.kv_a_norm = nn.Linear(config.dim, L + R, bias=False), nn.RMSNorm(L, LATENT_EPS)
+        self.wkv_b = nn.Linear(L, N * (X + Y), bias=False)
+        self.wgate = nn.Linear(config.dim, N * Y, bias=False) if config.attention_gate else None
+        self.wo = nn.Linear(N * Y, config.dim, bias=False)
+        # From so many queries on, "expanded" takes fewer multiplications of a head and key, (X + R + Y) S + L (X + Y)
+        # against (2 L + R) S: from 143 on for Instella-MoE, from 171 on for DeepSeek V3.
+        self.most_absorbed = L * (X + Y) // (2 * L - X - Y) if 2 * L > X + Y else 2**30
+
+    def forward(self, x, metadata, cache):
+        """Return this rank's partial (B, S, D) of the normed x (B, S, D).
+
+        metadata: an AttentionMetadata, whose rope is of R dimensions. cache: None, or made by new_cache and written to.
+        """
+        (B, S, _), (L, X, R, Y) = x.shape, self.sizes
+        q = self.wq_b(self.q_a_norm(self.wq_a(x))) if hasattr(self, "wq_b") else self.wq(x)
+        q, rotated = q.view(B, S, -1, 1, X + R).permute(0, 2, 3, 1, 4).split([X, R], -1)  # (B, N, 1, S, X and R)
+        latents, keys = self.wkv_a(x).split([L, R], -1)
+        q = torch.cat((q, rotate(rotated, *metadata.rope)), -1).squeeze(2)  # (B, N, S, X + R)
+        if metadata.query_scale is not None:
+            q = (q * metadata.query_scale).type_as(q)
+        keys = rotate(keys[:, None, None], *metadata.rope).squeeze(2)  # (B, 1, S, R), of all heads
+        memory = torch.cat((self.kv_a_norm(latents)[:, None], keys), -1)  # (B, 1, S, L + R)
+        mask, scale = metadata.mask, (X + R) ** -0.5
+        if cache is not None:
+            cache[0][metadata.rows, :, metadata.positions] = memory.transpose(1, 2)
+            if mask is not None:  # else each row begins here, and the keys are those of this pass
+                memory = cache[0][:, :, : mask.shape[-1]]
+        if mask is not None and q.shape[2] <= self.most_absorbed:
+            y = self.attend_to_latents(q, memory, mask, scale)
+        else:
+            expanded, N = self.wkv_b(memory[:, 0, :, :L]), q.shape[1]  # (B, T', N X + N Y)
+            k, v = (w.unflatten(-1, (N, -1)).transpose(1, 2) for w in expanded.split([N * X, N * Y], -1))
+            k = torch.cat((k, memory[..., L:].expand(*k.shape[:-1], R)), -1)
+            v = F.pad(v, (0, max(0, X + R - Y)))  # PyTorch's fast kernels want keys and values of one width
+            visible = {"is_causal": True} if mask is None else {"attn_mask": mask[:, None]}
+            y = F.scaled_dot_product_attention(q, k, v, scale=scale, **visible)[..., :Y]
+        y = y.transpose(1, 2).flatten(2)  # (B, S, N Y)
+        return self.wo(y if self.wgate is None else y * self.wgate(x).sigmoid())
+
+    def attend_to_latents(self, q, memory, mask, scale):
+        """Return the heads' outputs (B, N, S, Y) of q (B, N, S, X + R) and memory (B, 1, T', L + R): "absorbed"."""
+        (L, X, R, Y), N = self.sizes, q.shape[1]
+        to_key, to_value = (w.unflatten(0, (N, -1)) for w in self.wkv_b.weight.split([N * X, N * Y]))  # (N, X or Y, L)
+        queries, rotated = q.split([X, R], -1)
+        q = torch.cat((torch.einsum("bnsx,nxl->bnsl", queries, to_key), rotated), -1)  # (B, N, S, L + R)
+        scores = (q.flatten(1, 2) @ memory[:, 0].mT).float() * scale  # (B, N S, T')
+        scores = scores.unflatten(1, q.shape[1:3]).masked_fill(~mask[:, None], -torch.inf).softmax(-1).type_as(q)
+        y = (scores.flatten(1, 2) @ memory[:, 0, :, :L]).unflatten(1, q.shape[1:3])  # (B, N, S, L)
+        return torch.einsum("bnsl,nyl->bnsy", y, to_value)
+
+    def new_cache(self, batch, length, device, dtype):
+        """Return (latents with shared keys (B, 1, T, L + R), no values (B, 1, T, 0)), zeroed."""
+        L, _, R, _ = self.sizes
+        return tuple(torch.zeros(batch, 1, length, width, device=device, dtype=dtype) for width in (L + R, 0))
+
+
+def check(config):
+    """Raise InputError if Config.latent_attention describes no layer, or other fields contradict it."""
+    settings = config.latent_attention
+    for name in [*HF_KEYS, *settings]:
+        value = settings.get(name)
+        if name not in HF_KEYS or not (
+            name == "query_rank" and value is None or type(value) is int and 0 < value <= 2**16
+        ):
+            words = f"it has {', '.join(HF_KEYS)}, all whole numbers from 1 to 65536 (query_rank may be null)"
+            raise InputError(f"latent_attention: {name} is {value!r}, but {words}")
+    c, X, R = config, settings["key_dim"], settings["rope_dim"]
+    if (c.head_dim, c.rotary_dim or c.head_dim, c.n_kv_heads) != (X + R, R, c.n_heads):
+        raise InputError(
+            f"latent_attention needs head_dim {X + R}, rotary_dim {R} and n_kv_heads {c.n_heads}, "
+            f"not {c.head_dim}, {c.rotary_dim} and {c.n_kv_heads}"
+        )
+    if name := next((n for n in NOT_COMPUTED if getattr(c, n)), None):
+        raise InputError(f"{name} is not for latent_attention")
+
+
+NOT_COMPUTED = (
+    "qkv_bias", "wo_bias", "qk_norm", "score_cap", "window_layers", "nope_layers", "linear_layers",
+)  # fmt: skip
+
+
+def row_ranges(config, first, end):
+    """Return {linear: (dimension, [(start, stop)])} of the heads `first` to `end`, in the form of tp.shard_plan."""
+    _, _, X, R, Y = (config.latent_attention[name] for name in HF_KEYS)
+    rows = {"wq": X + R, "wq_b": X + R, "wgate": Y, "wo": Y}
+    ranges = {name: (int(name == "wo"), [(first * n, end * n)]) for name, n in rows.items()}
+    values = config.n_heads * X  # where the rows of the values begin
+    return {**ranges, "wkv_b": (0, [(first * X, end * X), (values + first * Y, values + end * Y)])}
+
+
+def columns(config):
+    """Return {linear: {how many columns it has}} of the linears that may be quantized."""
+    rank, _, _, _, Y = (config.latent_attention[name] for name in HF_KEYS)
+    queries = {"wq_a": {config.dim}, "wq_b": {rank}} if rank else {"wq": {config.dim}}
+    gate = {"wgate": {config.dim}} if config.attention_gate else {}
+    return {**queries, "wkv_a": {config.dim}, **gate, "wo": {config.n_heads * Y}}
+
+
+def values_from_hf(hf):
+    """Return the fields of Config about latent attention, from the result of huggingface.read_hf."""
+    settings, rope, scale = {name: hf[key] for name, key in HF_KEYS.items()}, hf["rope_scaling"], None
+    if hf["num_key_value_heads"] not in (None, hf["num_attention_heads"]):
+        raise InputError("num_key_value_heads must be num_attention_heads, since all heads share one latent")
+    key_dim, rope_dim = settings["key_dim"], settings["rope_dim"]
+    if hf["head_dim"] not in (None, rope_dim, key_dim + rope_dim):
+        raise InputError(f"head_dim {hf['head_dim']} is neither qk_rope_head_dim nor that plus qk_nope_head_dim")
+    if rope.get("mscale_all_dim") and rope.get("rope_type", rope.get("type", "default")) != "default":
+        scale = (0.1 * rope["mscale_all_dim"] * math.log(max(1.0, rope["factor"])) + 1) ** 2  # of the scores
+    return {
+        "latent_attention": settings, "head_dim": key_dim + rope_dim, "n_kv_heads": hf["num_attention_heads"],
+        "rotary_dim": rope_dim, "query_scale": scale, "attention_gate": bool(hf.get("gated_attention")),
+    }  # fmt: skip
+
+
+def reordered(weight, name, config, interleaved):
+    """Return a matrix of Hugging Face's with its rows in our order: see LatentAttention.
+
+    interleaved: rotated rows were neighbours (2i, 2i + 1), and become pairs (i, i + R/2).
+    """
+    _, L, X, R, Y = (config.latent_attention[key] for key in HF_KEYS)
+    if "kv_b_proj" in name:
+        return torch.cat([w.flatten(0, 1) for w in weight.unflatten(0, (-1, X + Y)).split([X, Y], 1)])
+    if not interleaved or not re.search(r"\.(q_proj|q_b_proj|kv_a_proj_with_mqa)\.", name):
+        return weight
+    first = L if "kv_a_proj" in name else X
+    plain, rotated = weight.unflatten(0, (-1, first + R)).split([first, R], 1)
+    return torch.cat((plain, unpaired(rotated.flatten(0, 1), R).unflatten(0, (-1, R))), 1).flatten(0, 1)

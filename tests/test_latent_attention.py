@@ -1,0 +1,310 @@
+"""Latent attention, DeepSeek's routers and Instella-MoE: against transformers and float64, on ranks, in integers."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+import torch.nn as nn
+from helpers import ANY_TP, BASE, last_logits, random_model, unequal_rows, write_model
+from test_convert import YARN, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, edit, hf_model
+from test_experts import check_integers
+from test_linear_attention import WAYS, check_ranks
+
+from extras.export import to_hf
+from extras.measure import advise
+from extras.training import adapt
+from generate import Runner
+from ladder.checkpoints import huggingface
+from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.errors import InputError
+from ladder.layers.mixture import MoE
+from ladder.memory import step_bytes
+from model import build
+from tp import load_shard
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parity with transformers
+
+ROPE = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+DEEPSEEK = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": None, "v_head_dim": 16,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "n_shared_experts": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    "rope_parameters": ROPE,
+}  # fmt: skip
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+FAMILIES = {
+    "deepseek v3": ("DeepseekV3Config", {**DEEPSEEK, "q_lora_rank": 20}),
+    "deepseek v3, as pairs": ("DeepseekV3Config", {**DEEPSEEK, "rope_interleave": False, "norm_topk_prob": False}),
+    "deepseek v2": ("DeepseekV2Config", {
+        **DEEPSEEK, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}),
+    "deepseek v2 lite": ("DeepseekV2Config", {**DEEPSEEK, "topk_method": "greedy", "n_group": None}),
+    "glm-4.5": ("Glm4MoeConfig", {
+        **{key: DEEPSEEK[key] for key in DEEPSEEK if "lora" not in key and not key.startswith(("qk", "v_", "rope"))},
+        **ONE_GROUP, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "glm-4.7-flash": ("Glm4MoeLiteConfig", {**DEEPSEEK, **ONE_GROUP, "q_lora_rank": 20}),
+}  # fmt: skip
+
+
+def balanced(net):
+    """Return a model of transformers whose routers' biases matter."""
+    for name, buffer in net.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
+    return net
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_with_transformers(family, tmp_path):
+    """TOKENS are 20, beyond the 16 of YARN's original context."""
+    theirs = balanced(hf_model(FAMILIES[family]))
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    check_parity(ours, theirs)
+    check_greedy(ours, theirs)
+    as_on_the_hub(tmp_path / "hf")
+    assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == ours.config
+    with pytest.raises(InputError, match="has no Hugging Face form"):
+        to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
+
+
+class Instella(nn.Module):
+    """DeepSeek V3 of transformers with gated attention and FarSkip's two streams, on whole texts."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.inputs = net, {}
+        self.gates = nn.ModuleList(nn.Linear(48, 64, bias=False) for _ in net.model.layers)
+        for gate, layer in zip(self.gates, net.model.layers, strict=True):
+            nn.init.normal_(gate.weight, 0, 0.3)
+            layer.self_attn.o_proj.register_forward_pre_hook(lambda _, y, g=gate: y[0] * g(self.inputs["x"]).sigmoid())
+
+    def forward(self, tokens):
+        model, S = self.net.model, tokens.shape[1]
+        x = y = model.embed_tokens(tokens)
+        rope = model.rotary_emb(x, torch.arange(S)[None])
+        mask = torch.full((S, S), -torch.inf).triu(1)[None, None]
+        for layer in model.layers:
+            self.inputs["x"] = layer.input_layernorm(y)
+            a, _ = layer.self_attn(self.inputs["x"], position_embeddings=rope, attention_mask=mask)
+            m = layer.post_attention_layernorm(x)
+            if not hasattr(layer.mlp, "experts"):
+                x = y = x + a + layer.mlp(m)
+                continue
+            _, weights, chosen = layer.mlp.gate(m)
+            routed = layer.mlp.experts(m.flatten(0, 1), chosen, weights).view_as(m)
+            y = x + a + layer.mlp.shared_experts(m)
+            x = y + routed
+        logits = self.net.lm_head(model.norm(x))
+        return type("Output", (), {"logits": logits})
+
+
+def instella(folder):
+    """Save a tiny Instella-MoE and return its reference."""
+    theirs = Instella(balanced(hf_model(("DeepseekV3Config", {**DEEPSEEK, **ONE_GROUP, "num_hidden_layers": 4}))))
+    theirs.net.save_pretrained(folder)
+    gates = {f"model/layers/{i}/self_attn/gate_proj/weight": g.weight.detach() for i, g in enumerate(theirs.gates)}
+    change_tensors(folder, **gates)
+    edit(folder, architectures=["InstellaMoEForCausalLM"], gated_attention=True, farskip=True)
+    return theirs
+
+
+def test_instella_is_deepseek_with_gates_and_two_streams(tmp_path):
+    theirs = instella(tmp_path / "hf")
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    assert ours.config.wiring == "farskip" and ours.config.dense_layers == (0,)
+    check_parity(ours, theirs)
+
+
+def test_a_layer_that_predicts_more_tokens_is_left_out(tmp_path, capsys):
+    theirs = hf_model(FAMILIES["deepseek v3"])
+    theirs.save_pretrained(tmp_path / "hf")
+    change_tensors(tmp_path / "hf", **{"model/layers/3/eh_proj/weight": torch.zeros(2)})
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+    assert "left out: 1 tensors of the layers that predict more tokens" in capsys.readouterr().out
+
+
+BAD = [
+    ({"architectures": ["InstellaMoEForCausalLM"]}, {}, "has no tensor .*layers.0.self_attn.gate_proj.weight"),
+    ({"gated_attention": True}, {}, "gated_attention True is not supported, only False is"),
+    ({"farskip": True}, {}, "farskip True is not supported, only False is"),
+    (
+        {"architectures": ["InstellaMoEForCausalLM"], "attn_only_farskip": True}, {},
+        "attn_only_farskip True is not supported, only False is",
+    ),
+    ({"attention_bias": True}, {}, "attention_bias True is not supported"),
+    ({"moe_layer_freq": 2}, {}, "moe_layer_freq 2 is not supported, only 1 is"),
+    ({"num_key_value_heads": 2}, {}, "num_key_value_heads must be num_attention_heads"),
+    ({"head_dim": 16}, {}, "head_dim 16 is neither qk_rope_head_dim nor"),
+    ({"n_group": 3}, {}, "n_group 3, of which 2 are chosen, do not divide num_experts 8"),
+    ({"n_group": 8}, {}, "n_group 8, of which 2 are chosen, do not divide num_experts 8"),
+    ({"topk_group": 1, "num_experts_per_tok": 3}, {}, "num_experts_per_tok 3 are more than 1 groups have"),
+    ({"kv_lora_rank": None}, {}, "kv_lora_rank is null, but it has q_lora_rank"),
+    ({"kv_lora_rank": 16}, {}, r"kv_a_proj_with_mqa.weight: .*the config makes it \(24, 48\)"),
+    ({"num_attention_heads": 8, "num_key_value_heads": 8}, {}, r"does not make the \(160, 48\) of the config"),
+    ({}, {"model/layers/1/mlp/gate/e_score_correction_bias": None}, "has no tensor .*expert_bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values, tensors, words", BAD)
+def test_bad_folders_are_one_line(values, tensors, words, tmp_path):
+    hf_model(("DeepseekV3Config", DEEPSEEK)).save_pretrained(tmp_path / "hf")
+    edit(tmp_path / "hf", **values)
+    change_tensors(tmp_path / "hf", **tensors)
+    with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
+        convert(tmp_path / "hf", tmp_path / "ours")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routers
+
+
+@pytest.mark.parametrize("router, groups", [*itertools.product(("sigmoid", "softmax in float32"), (None, 4))])
+def test_experts_are_chosen_as_a_loop_in_float64_chooses_them(router, groups):
+    """One expert after another, with ties: of equal scores the same number of experts is chosen."""
+    config = dataclasses.replace(MIXTURE, router=router, expert_groups=groups, chosen_groups=groups and 2)
+    moe, x = MoE(config), torch.randn(50, 48, generator=torch.Generator().manual_seed(0))
+    for weight in moe.parameters():
+        nn.init.normal_(weight, 0, 0.3)
+    x[0] = 0  # all logits are 0
+    weights, chosen = moe.choose(x)
+    assert chosen[0].unique().numel() == 3 and weights.dtype == torch.float32
+    for row in range(1, 50):
+        logits = moe.router.weight.double() @ x[row].double()
+        scores = 1 / (1 + (-logits).exp()) if router == "sigmoid" else logits.exp() / logits.exp().sum()
+        ranked = scores + (moe.expert_bias.double() if router == "sigmoid" else 0)
+        allowed = list(range(8))
+        if groups:
+            best = 2 if router == "sigmoid" else 1
+            value = {g: sum(sorted(ranked[2 * g : 2 * g + 2].tolist())[-best:]) for g in range(4)}
+            kept = sorted(value, key=value.get)[-2:]
+            allowed = [e for e in allowed if e // 2 in kept]
+        expected = sorted(allowed, key=lambda e: -ranked[e])[:3]
+        total = sum(scores[e] for e in expected)
+        assert chosen[row].tolist() == expected
+        for weight, e in zip(weights[row], expected, strict=True):
+            assert abs(weight - 2.5 * scores[e] / total) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two ways to compute, wirings, ranks, compiled, integers
+
+SETTINGS = {"query_rank": None, "latent_dim": 24, "key_dim": 8, "rope_dim": 4, "value_dim": 10}
+LATENT = {"n_kv_heads": 6, "head_dim": 12, "rotary_dim": 4, "latent_attention": SETTINGS, "query_scale": 1.3}
+CONFIG = dataclasses.replace(BASE, **LATENT, attention_gate=True)
+MIXTURE = dataclasses.replace(
+    BASE, n_experts=8, experts_per_token=3, expert_size=40, shared_expert_size=28, dense_layers=(0,), expert_scale=2.5,
+    router="sigmoid", wiring="farskip",
+)  # fmt: skip
+INSTELLA = dataclasses.replace(MIXTURE, **LATENT, attention_gate=True, expert_groups=4, chosen_groups=2)
+WITH_RANK = {**LATENT, "latent_attention": {**SETTINGS, "query_rank": 20}}
+CONFIGS = [*(dataclasses.replace(CONFIG, **changes) for changes in ANY_TP), INSTELLA]
+CONFIGS += [dataclasses.replace(BASE, **WITH_RANK, wiring="ladder"), dataclasses.replace(CONFIG, wiring="spd/6")]
+
+
+@pytest.mark.parametrize("length, chunk_tokens", [(40, None), (40, 3 * 16), (9, 3)])
+def test_the_absorbed_way_is_the_expanded_one(length, chunk_tokens):
+    """In a whole prefill, in chunks with earlier keys, and in decode, of unequal rows."""
+    net, (tokens, lengths) = random_model(CONFIG), unequal_rows(CONFIG, length=length)
+    assert net.layers[0].attention.most_absorbed == 24 * 18 // (2 * 24 - 18)
+    with torch.no_grad():
+        whole = net(tokens)
+    results = []
+    for most in 0, 2**30:
+        for block in net.layers:
+            block.attention.most_absorbed = most
+        runner = Runner(net, net.new_cache(3, length + 2))
+        runner.chunk_tokens = chunk_tokens or runner.chunk_tokens
+        first = runner.prefill(tokens[:, :-2], lengths - 2)
+        second = runner.decode(tokens.gather(1, lengths[:, None] - 2), lengths - 2, length - 1)[:, 0]
+        results.append(torch.stack((first, second), 1))
+        for row, n in enumerate(lengths):
+            assert (results[-1][row] - whole[row, n - 3 : n - 1]).abs().max() < 1e-4
+    assert not torch.equal(*results)  # they are two ways
+
+
+@pytest.mark.parametrize("ranks, configs", [
+    (2, CONFIGS[:-1]), ((3, 1), [INSTELLA]),
+    *(pytest.param(ranks, CONFIGS[:-1], marks=pytest.mark.slow) for ranks in (3, 4)),
+    pytest.param(3, CONFIGS[-1:], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_ranks_compute_what_one_device_does(ranks, configs):
+    check_ranks(ranks, configs, WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, prefill", [(1, True), (2, False)])
+def test_compiled_ranks_compute_it_too(ranks, prefill):
+    check_ranks(ranks, [INSTELLA], [{"compile": True, "compile_prefill": prefill}])
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
+    settings = {**SETTINGS, "value_dim": 16, "query_rank": 32}
+    config = dataclasses.replace(INSTELLA, dim=64, intermediate_size=96, expert_size=32, shared_expert_size=32)
+    config = dataclasses.replace(config, latent_attention=settings)
+    names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
+    kept = {re.sub(r"layers\.\d+\.", "", name) for name in names}
+    assert {f"attention.{w}.scales" for w in ("wq_a", "wq_b", "wkv_a", "wgate", "wo")} <= kept
+    assert not kept & {"attention.wkv_b.scales", "feed_forward.router.scales"}
+
+
+def test_routers_stay_float32_in_a_model_in_bfloat16():
+    net = load_shard(INSTELLA, RandomWeights(INSTELLA, "cpu"), torch.bfloat16, "cpu")
+    assert {p.dtype for n, p in net.named_parameters() if "router" in n or "expert_bias" in n} == {torch.float32}
+    assert {p.dtype for n, p in net.named_parameters() if "router" not in n and "expert_bias" not in n} == {net.dtype}
+
+
+def test_the_kernels_for_few_rows_compute_a_bfloat16_step():
+    from ladder.kernels import compiling
+
+    config = dataclasses.replace(CONFIG, wiring="ladder")
+    exact, plain, fast = (
+        load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    )
+    compiling.use_decode_kernels(fast)
+    with torch.inference_mode():
+        exact, plain, fast = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain, fast))
+    assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
+
+
+def test_bytes_of_the_cache_are_those_of_latents():
+    net = load_shard(CONFIG, RandomWeights(CONFIG, "cpu"), torch.bfloat16, "cpu")
+    cache = net.new_cache(2, 9)
+    assert sum(tensor.nbytes for layer in cache for tensor in layer) == 3 * 2 * 9 * (24 + 4) * 2
+    assert step_bytes(net, cache, 3) - step_bytes(net, cache, 0) == 3 * 2 * 3 * (24 + 4) * 2
+    one, two = (advise.decode_work(CONFIG, torch.bfloat16, 1, 2, n)["attention"].n_bytes for n in (9, 10))
+    assert two - one == 2 * (24 + 4) * 2
+
+
+def test_a_router_with_a_bias_is_not_trained(tmp_path):
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", INSTELLA, random_model(INSTELLA).state_dict(), torch.float32)
+    args = ["--checkpoint", tmp_path / "model", "--text", "x", "--valid", "x", "--out", tmp_path / "out"]
+    with pytest.raises(InputError, match="a router of sigmoid scores cannot be trained"):
+        adapt.main([*map(str, args)])
+
+
+PUBLISHED = {"instella": 15.86, "deepseek-v2-lite": 15.706, "glm-4.5-air": 106.85}  # billions of parameters
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_named_sizes_have_the_published_parameter_counts(name):
+    n = sum(p.numel() for p in build(named_size(name)).parameters())
+    assert n / 1e9 == pytest.approx(PUBLISHED[name], rel=0.005)
+    assert named_size(f"{name}:2").dense_layers == (0,)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"latent_attention": {**SETTINGS, "value_dim": 0}}, "latent_attention: value_dim is 0, but it has query_rank"),
+    ({"latent_attention": {**SETTINGS, "x": 1}}, "latent_attention: x is 1"),
+    ({"n_kv_heads": 3}, "needs head_dim 12, rotary_dim 4 and n_kv_heads 6, not 12, 4 and 3"),
+    ({"qk_norm": True}, "qk_norm is not for latent_attention"),
+])  # fmt: skip
+def test_bad_configs_are_one_line(changes, words):
+    with pytest.raises(InputError, match=words):
+        dataclasses.replace(CONFIG, **changes)
