@@ -70,6 +70,8 @@ def load_model(config, folder, dtype, world):
         from ladder.kernels.cpu.decode_modules import use_skinny_gemm
 
         use_skinny_gemm(model)
+        if config.quant == "fp8":
+            world.say("fp8 on a CPU computes what a GPU does, but slowly: int8 is fast here")
     elif config.quant:
         from ladder.kernels.quant_kernels import use_kernels
 

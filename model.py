@@ -51,7 +51,7 @@ class Config:
     eos_ids: tuple[int, ...] = ()
     wiring: str = "standard"  # a text such as ladder:16; see ladder/wiring_text.py
     # quantization
-    quant: str | None = None  # "int8", "int4" or None
+    quant: str | None = None  # "int8", "int4", "fp8" or None
     group_size: int | None = None  # how many columns of int4 share a scale
     not_quantized: tuple[str, ...] = ()  # names of matrices that stay floats
     # attention, where a family differs from Llama

@@ -1,4 +1,4 @@
-"""Write a checkpoint's matrices as integers of 8 or 4 bits; ladder/kernels/quant_linear.py says how these are stored.
+"""Write a checkpoint's matrices in 8 or 4 bits; ladder/kernels/quant_linear.py says how these are stored.
 
 python quantize.py --checkpoint DIR --mode int8 --out DIR2
 python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep output --out DIR2
@@ -17,6 +17,7 @@ from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.command_line import flags
 from ladder.errors import InputError
+from ladder.kernels.quant_linear import FP8_MAX
 from ladder.ranks import launch
 from model import build
 from tp import shard_plan
@@ -30,6 +31,13 @@ def to_int8(w):
     scales = (w.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
     q = (w / _nonzero(scales.float())).round().clamp(-127, 127)
     return q.to(torch.int8), scales
+
+
+def to_e4m3(w):
+    """Return e4m3 (N, K) and scales (N, 1) bfloat16 for w (N, K) float32; the largest of a row becomes 448."""
+    scales = (w.abs().amax(dim=1, keepdim=True) / FP8_MAX).bfloat16()
+    q = (w / _nonzero(scales.float())).clamp(-FP8_MAX, FP8_MAX)
+    return q.to(torch.float8_e4m3fn), scales
 
 
 def to_int4(w, group_size, iterations=20):
@@ -83,8 +91,9 @@ def quantized(weights, config, iterations):
         # a bar for each matrix, since an embedding table may take half of the time; only on a terminal
         for i in tqdm(range(0, len(w), step), path, leave=False, delay=1, disable=None):
             piece = w[i : i + step].float()
-            results = to_int8(piece) if config.quant == "int8" else to_int4(piece, config.group_size, iterations)
-            if not w.is_floating_point() or not all(tensor.isfinite().all() for tensor in (piece, *results)):
+            quick = {"int8": to_int8, "fp8": to_e4m3}.get(config.quant)
+            results = quick(piece) if quick else to_int4(piece, config.group_size, iterations)
+            if not w.is_floating_point() or not all(map(checkpoint.all_finite, (piece, *results))):
                 raise InputError(f"tensor {path}.weight holds integers, NaN, infinite or too large values")
             for tensor, result in zip(tensors.values(), results, strict=True):
                 tensor.flatten(0, -2)[i : i + step] = result
@@ -107,7 +116,7 @@ def main(argv=None):
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
     words = "bits of an integer; int4 costs more: SmolLM2-135M lost 0.25 nats per token in groups of "
     words += "64, 0.05 in groups of 32, with 5 bits a weight instead of 4.5, and 0.005 in int8"
-    p.add_argument("--mode", required=True, choices=("int8", "int4"), help=words)
+    p.add_argument("--mode", required=True, choices=("int8", "int4", "fp8"), help=words)
     p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
     p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. output,tok_embeddings")
     rounds = "int4: rounds of the fit of scales; 0 rounds to nearest"
@@ -124,7 +133,7 @@ def main(argv=None):
         checkpoint.check_shape(weights, name, shape)
     sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}
     for name, parameter in build(new).named_parameters():
-        new_form = name.endswith(("scales", "zeros")) or not parameter.is_floating_point()
+        new_form = name.endswith(("scales", "zeros")) or parameter.itemsize == 1
         sizes[name] = parameter.nbytes if new_form else before[name]
     if not any(name.endswith("scales") for name in sizes):
         raise InputError(f"--keep {args.keep} leaves nothing to quantize")

@@ -92,7 +92,7 @@ def add_model_flags(parser, required=False):
     which = parser.add_mutually_exclusive_group(required=required)
     which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights (docs/formats.md), e.g. demo")
     words = "random weights of a named size, such as 1b, 8b or 70b, or N layers of it, e.g. 8b:4, or 8b:4:int8"
-    which.add_argument("--model", metavar="NAME[:N][:int8|:int4]", help=words)
+    which.add_argument("--model", metavar="NAME[:N][:int8|:int4|:fp8]", help=words)
     words = "of the weights (default: the checkpoint's, or bfloat16)"
     parser.add_argument("--dtype", choices=checkpoint.DTYPES, help=words)
 

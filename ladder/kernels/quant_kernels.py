@@ -4,7 +4,7 @@ import torch
 
 from ladder.kernels import quant_linear
 from ladder.kernels.cpu import skinny_gemm
-from ladder.kernels.gpu import integers
+from ladder.kernels.gpu import fp8, integers
 from ladder.kernels.quant_linear import QuantLinear
 
 # {(Config.quant, set): function that gives a kernel to those of a list of QuantLinears that fit, and packs them for it}
@@ -14,6 +14,7 @@ KERNELS = {
     ("int4", "skinny_gemm"): skinny_gemm.use_integers,
     ("int8", "cuda"): integers.use_int8,
     ("int4", "cuda"): integers.use_int4,
+    ("fp8", "cuda"): fp8.use_scaled_mm,
 }
 
 
