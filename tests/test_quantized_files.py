@@ -139,7 +139,7 @@ def block_fp8(w, seed):
 
 COMPRESSED = {"quant_method": "compressed-tensors"}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-FORMATS = {  # name: (a format, quantization_config, group size)
+FORMATS = {  # name: (a format, quantization_config, group size or "fp8")
     "AWQ": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 64}, 64),
     "GPTQ": (gptq, {"quant_method": "gptq", "bits": 4}, 128),
     "GPTQ 2": (lambda w, s: gptq(w, s, 2), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, 128),
@@ -150,8 +150,8 @@ FORMATS = {  # name: (a format, quantization_config, group size)
     "pack-quantized, rows": (per_channel, COMPRESSED, 128),
     "pack-quantized, act-order": (lambda w, i: pack_quantized(w, i, act_order=True), COMPRESSED, None),
     "FP8, blocks": (block_fp8, BLOCKS, None),
-    "FP8, rows": (fp8, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {}}}}, None),
-    "FP8, tensors": (lambda w, s: fp8(w, s, None, shape=()), {"quant_method": "fp8"}, None),
+    "FP8, rows": (fp8, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {}}}}, "fp8"),
+    "FP8, tensors": (lambda w, s: fp8(w, s, None, shape=()), {"quant_method": "fp8"}, "fp8"),
 }  # fmt: skip
 
 
@@ -189,9 +189,25 @@ def test_formats_of_safetensors_folders(name, tmp_path, capsys):
         assert ours.config.quant is None and ours.config == checkpoint.read_config(tmp_path / "float")
         assert checkpoint.Weights(tmp_path / "ours").read("norm.weight").dtype == torch.bfloat16
         return
+    if group_size == "fp8":
+        assert (ours.config.quant, {*ours.config.not_quantized}) == ("fp8", {"tok_embeddings", "output"})
+        return check_e4m3(tmp_path, theirs)
     assert (ours.config.quant, ours.config.group_size) == ("int4", group_size)
     assert {*ours.config.not_quantized} == {"tok_embeddings", "output"} - ({"output"} if name == "AWQ" else set())
     check_integers(tmp_path / "ours", theirs, integers)
+
+
+def check_e4m3(folder, theirs):
+    """The same bytes, and scales as near as bfloat16 allows."""
+    stored, ours = load_file(folder / "hf" / "model.safetensors"), checkpoint.Weights(folder / "ours")
+    for name, module in ("attention.wo", "self_attn.o_proj"), ("feed_forward.w2", "mlp.down_proj"):
+        q, scales = (ours.read(f"layers.1.{name}.{part}") for part in ("weight", "scales"))
+        assert q.view(torch.uint8).equal(stored[f"model.layers.1.{module}.weight"].view(torch.uint8))
+        w = theirs.get_submodule(f"model.layers.1.{module}").weight.double()
+        assert (q.double() * scales.double() - w).abs().max() <= 2**-8 * w.abs().max()
+    q, scales = (ours.read(f"layers.1.attention.wqkv.{part}") for part in ("weight", "scales"))
+    w = theirs.get_submodule("model.layers.1.self_attn.v_proj").weight.double()[-64:]  # of the last head
+    assert (q[-64:].double() * scales[-64:].double() - w).abs().max() <= 2**-8 * w.abs().max()
 
 
 def check_integers(folder, theirs, integers):

@@ -1,6 +1,7 @@
 """Reads quantized matrices: those of AWQ, GPTQ, compressed-tensors, FP8 and MXFP4; gguf_file.py reads more.
 
-N outputs, K columns, G groups of columns. What is s q + z in groups, q from 0 to 15, stays integers: QuantizedWeights.
+N outputs, K columns, G groups of columns. What is s q + z in groups, q from 0 to 15, stays integers, and e4m3 with a
+scale for each row, or one in all, stays e4m3: QuantizedWeights.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ class Matrix(NamedTuple):
     """A quantized matrix: floats() returns W (N, K).
 
     group: the columns of a group if W can stay integers, or 0. Then there are q() (N, K) uint8, scales() and zeros()
-    (N, K / group) float32. Those of experts have a dimension E in front.
+    (N, K / group) float32. Those of experts have a dimension E in front. If W can stay e4m3, there are q() and scales()
+    (N, 1), but no group and no zeros.
     """
 
     kind: str  # its format
@@ -75,7 +77,8 @@ class QuantizedWeights:
 
     X.weight is floats. Or, if X is 4-bit integers in groups of `group_size` columns, X.weight is (N, K / 2) uint8, as
     ladder/kernels/quant_linear.py packs them, with X.scales and X.zeros (N, K / group_size) float32, not yet rounded.
-    group_size: the one that most matrices have, or None. floats: {format: how many matrices are floats here}.
+    Or it is e4m3 with X.scales (N, 1), if none is such integers. group_size: the one that most matrices have, or None.
+    quant: "int4", "fp8" or None. floats: {format: how many matrices are floats here}.
     folder: of a GGUF file, a TemporaryDirectory with its other files.
     """
 
@@ -84,11 +87,15 @@ class QuantizedWeights:
         last = {name: name.rpartition(".")[2] for name in matrices}
         groups = Counter(m.group for name, m in matrices.items() if m.group and last[name] in MATRICES)
         self.group_size = groups.most_common(1)[0][0] if groups else None
+        e4m3 = any(m.q and not m.group and last[name] in MATRICES for name, m in matrices.items())
+        self.quant = "int4" if groups else "fp8" if e4m3 else None
         self.tensors, self.floats, self.folder = dict(plain), Counter(), None
         for name, m in matrices.items():
             if m.group and m.group == self.group_size and last[name] in MATRICES:
                 three = {"weight": functools.partial(_packed, m.q), "scales": m.scales, "zeros": m.zeros}
                 self.tensors |= {f"{name}.{part}": read for part, read in three.items()}
+            elif self.quant == "fp8" and m.q and last[name] in MATRICES:
+                self.tensors |= {f"{name}.weight": m.q, f"{name}.scales": m.scales}
             else:
                 self.tensors[f"{name}.weight"] = m.floats
                 self.floats[m.kind] += 1
@@ -100,7 +107,8 @@ class QuantizedWeights:
         with errors_of(name):
             tensor = self.tensors[name]()
             is_float = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-            if name.endswith(".weight") and not is_float and tensor.dtype != torch.uint8:  # which _packed returns
+            has_scales = name.removesuffix("weight") + "scales" in self.tensors
+            if name.endswith(".weight") and not is_float and not has_scales:
                 raise InputError(f"it is in {str(tensor.dtype)[6:]}, but its scales are missing")
             return tensor
 
@@ -232,7 +240,16 @@ def scaled(parts, settings, name="weight_scale"):
         row, column = (torch.arange(n) // size for n, size in zip(w.shape, sizes, strict=True))  # of s
         return w.float().mul_(s[row][:, column])
 
-    return Matrix("8 bits with scales", floats)
+    def q():
+        floats()  # raises InputError where these do not fit one another
+        return parts["weight"]()
+
+    def scales():
+        return parts[name]().float().reshape(-1, 1).expand(len(parts["weight"]()), 1)
+
+    stays = not block and parts["weight"]().dtype == torch.float8_e4m3fn
+    stays &= parts[name]().numel() in (1, len(parts["weight"]()))
+    return Matrix("8 bits with scales", floats, 0, *(q, scales) if stays else ())
 
 
 def mxfp4(parts, settings):
@@ -270,8 +287,7 @@ def dequantizing(source, values, path):
         raise InputError(f"{path}: transform_config, which rotates activations, is not computed")
     with errors_of(f"{path}/config.json: quantization_config"):
         inputs = [group.get("input_activations") for group in (settings.get("config_groups") or {}).values()]
-    if any((*inputs, settings.get("kv_cache_scheme"), settings.get("activation_scheme"))):
-        print("activations and the cache stay floats: that quantization_config stores them in 8 bits is not used")
+    in_8_bits = any((*inputs, settings.get("kv_cache_scheme"), settings.get("activation_scheme")))
     grouped, plain, matrices = {}, {}, {}
     for name in source.names():
         read = functools.partial(source.read, name)
@@ -286,4 +302,8 @@ def dequantizing(source, values, path):
             continue
         with errors_of(name):
             matrices[name] = make(parts, settings)
-    return QuantizedWeights(plain, matrices)
+    result = QuantizedWeights(plain, matrices)
+    if in_8_bits:
+        what = "the cache stays" if result.quant == "fp8" else "activations and the cache stay"
+        print(f"{what} floats: that quantization_config stores them in 8 bits is not used")
+    return result
