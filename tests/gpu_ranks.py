@@ -64,7 +64,7 @@ def logits_close(world, quant, way):
         quant_kernels.use_kernels(net, world.device.type)
     rows = [x.to(world.device) for x in unequal_rows(config)]
     several, alone = (last_logits(net, *rows, 4, way == "compiled").double() for net in nets)
-    return (several - alone).norm() < 0.05 * alone.norm()
+    return (several - alone).norm() < (0.1 if quant == "fp8" else 0.05) * alone.norm()  # each rank rounds its columns
 
 
 def beside(events):
@@ -104,6 +104,7 @@ def cases(tp_size):
         *((f"{name}, captured", check, args) for name, check, args in some),
         *((f"{name}, captured", ids_equal, (changes,)) for name, changes in others.items()),
         ("int8, captured", logits_close, ("int8", "captured")), ("int4, captured", logits_close, ("int4", "captured")),
+        ("fp8, captured", logits_close, ("fp8", "captured")),
         ("ladder, eager", ids_equal, (ladder, None, "eager")),
         ("top-p", ids_equal, (ladder, None, "captured", 20, nucleus)),
         ("drafts", ids_equal, (ladder, None, "captured", 20, (0,), True)),

@@ -257,10 +257,11 @@ def test_what_is_not_quantized_alike_everywhere_is_dequantized(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("family", ["Qwen3MoeConfig", "MixtralConfig"])
-def test_experts_one_by_one_or_together(family, tmp_path):
+@pytest.mark.parametrize("form, dtype", [("AWQ", torch.uint8), ("FP8, rows", torch.float8_e4m3fn)])
+def test_experts_one_by_one_or_together(form, dtype, family, tmp_path):
     theirs = shaken(hf_model((family, {**EXPERTS, "head_dim": 64})))
     theirs.save_pretrained(tmp_path / "plain")
-    make, settings, _ = FORMATS["AWQ"]
+    make, settings, _ = FORMATS[form]
     twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
     state = checkpoint.Weights(tmp_path / "plain")  # transformers writes experts one by one
     tensors = {name: state.read(name).clone() for name in state.names()}
@@ -277,7 +278,9 @@ def test_experts_one_by_one_or_together(family, tmp_path):
     check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), twin)
     ours = convert(tmp_path / "hf", tmp_path / "ours")
     assert {*ours.config.not_quantized} == {"tok_embeddings", "output"}
-    assert ours.layers[1].feed_forward.experts.w1.weight.dtype == torch.uint8
+    assert ours.layers[1].feed_forward.experts.w1.weight.dtype == dtype
+    logits = last_logits(ours, *unequal_rows(ours.config))
+    assert logits.isfinite().all()
 
 
 def put(twin, name, w):
