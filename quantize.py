@@ -114,8 +114,9 @@ def quantized(weights, config, iterations):
 def main(argv=None):
     p = flags.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
-    words = "bits of an integer; int4 costs more: SmolLM2-135M lost 0.25 nats per token in groups of "
-    words += "64, 0.05 in groups of 32, with 5 bits a weight instead of 4.5, and 0.005 in int8"
+    words = "int4 costs most: SmolLM2-135M lost 0.25 nats per token in groups of "
+    words += "64, 0.05 in groups of 32, with 5 bits a weight instead of 4.5, and 0.005 in int8; fp8 is for Ada, Hopper "
+    words += "and Blackwell GPUs, and lost 0.035"
     p.add_argument("--mode", required=True, choices=("int8", "int4", "fp8"), help=words)
     p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
     p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. output,tok_embeddings")

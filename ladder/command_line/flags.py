@@ -117,7 +117,9 @@ def add_rank_flags(parser, sharded=False, comm=True):
     if sharded:
         words, numbers = "what each rank gets of the heads, MLP and vocabulary, in proportion: e.g. 3,1", "N,N,..."
         parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
-    parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
+    parser.add_argument(
+        "--device", help="cpu, cuda or cuda:0, which ranks share; default: cuda if each finds a GPU, else cpu"
+    )
     if comm:
         words = "how ranks sum\nauto: shared memory on CPUs of one node, else library\nlibrary: gloo or NCCL\n"
         words += "shared-memory, one-shot: docs/collectives.md"
