@@ -6,6 +6,7 @@ python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out c
 """
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -27,7 +28,7 @@ from ladder.checkpoints.quantized_formats import QuantizedWeights, dequantizing
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
-from ladder.kernels.quant_linear import dequantize
+from ladder.kernels.quant_linear import dequantize, nearest
 from ladder.layers import mixture
 from ladder.ranks import launch
 from ladder.ranks.ending import out_of_memory
@@ -51,7 +52,11 @@ def open_source(source, revision=None, with_tokenizer=True):
             from ladder.checkpoints.gguf_file import open_gguf
 
             tensors = open_gguf(path, with_tokenizer)
-            return open_folder(Path(tensors.folder.name), tensors)
+            folder = Path(tensors.folder.name)
+            try:
+                return open_folder(folder, tensors)
+            except InputError as e:  # names the file, not what was made of it
+                raise InputError(str(e).replace(str(folder / "config.json"), source)) from None
     local = os.path.exists(path) or os.path.isdir(source.partition("/")[0]) or path.suffix in (".gguf", ".bin")
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
@@ -119,12 +124,14 @@ def convert(source, config, folder, dtype, shard_bytes):
     """
     available, parameters = set(source.names()), dict(build(config).named_parameters())
     shapes, dequantized = {name: tuple(w.shape) for name, w in parameters.items()}, []
-    dtypes = {
-        name: w.dtype if name.endswith((".scales", ".zeros")) or w.itemsize == 1 else dtype
-        for name, w in parameters.items()
-    }
+    scales = {name for name in shapes if name.endswith((".scales", ".zeros"))}
+    dtypes = {n: w.dtype if n in scales or w.itemsize == 1 else dtype for n, w in parameters.items()}
     if config.n_experts:
         dtypes |= {name: torch.float32 for name in dtypes if mixture.stays_float32(config, name)}
+
+    @functools.lru_cache(1)  # the scales and zeros of a matrix are read one after another
+    def scales_dtype(stem):
+        return nearest(*(source.read(n) for part in ("scales", "zeros") for n in sources[f"{stem}.{part}"]))
 
     def floats(name):
         tensor, stem = source.read(name), name.removesuffix(".weight")
@@ -154,10 +161,9 @@ def convert(source, config, folder, dtype, shard_bytes):
         raise InputError(f"the source has a tensor {extra[0]} that is no part of such a model")
 
     def read(name):
-        names, tensors = ", ".join(sources[name]), []
+        names, stem = ", ".join(sources[name]), name.rpartition(".")[0]
         try:
-            stays = f"{name.rpartition('.')[0]}.scales" in shapes
-            tensors += [source.read(n) if stays else floats(n) for n in sources[name]]
+            tensors = [source.read(n) if f"{stem}.scales" in shapes else floats(n) for n in sources[name]]
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
         except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
             if out_of_memory(e):
@@ -165,7 +171,8 @@ def convert(source, config, folder, dtype, shard_bytes):
             raise InputError(f"{names}: {first_line(e)}; the config makes it {shapes[name]}") from None
         if tensor.shape != shapes[name]:
             raise InputError(f"{names}: shape {tuple(tensor.shape)} does not make the {shapes[name]} of the config")
-        tensor = tensor.to(dtypes[name])
+        is_int4 = name in scales and f"{stem}.zeros" in scales
+        tensor = tensor.to(scales_dtype(stem) if is_int4 else dtypes[name])
         if not checkpoint.all_finite(tensor):
             raise InputError(f"{names}: NaN or infinite values in {dtype_name(tensor.dtype)}")
         return tensor

@@ -54,6 +54,7 @@ class Config:
     quant: str | None = None  # "int8", "int4", "fp8" or None
     group_size: int | None = None  # how many columns of int4 share a scale
     not_quantized: tuple[str, ...] = ()  # names of matrices that stay floats
+    int8: tuple[str, ...] = ()  # names of matrices that have 8 bits although quant is int4
     # attention, where a family differs from Llama
     qkv_bias: bool = False
     wo_bias: bool = False
@@ -574,7 +575,7 @@ class Transformer(nn.Module):
 
     def embed(self, tokens):
         """Return the embeddings (B, S, D) of tokens (B, S)."""
-        x, scale = self.tok_embeddings(tokens), self.config.embedding_scale
+        x, scale = self.tok_embeddings(tokens).to(self.dtype), self.config.embedding_scale
         return x if scale is None else x * x.new_full((), scale)  # rounded to x's dtype, as Gemma was trained
 
     def loop(self, x, metadata, cache=None):

@@ -2,6 +2,10 @@
 
 python quantize.py --checkpoint DIR --mode int8 --out DIR2
 python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep output --out DIR2
+
+With int4, the errors of a matrix make up for one another where its inputs are alike (ladder/checkpoints/rounding.py).
+The inputs are those of a text. The model reads it layer by layer, and each layer gets what the quantized ones before it
+make of the text. An embedding table that is also the output head gets 8 bits.
 """
 
 import dataclasses
@@ -11,102 +15,166 @@ import sys
 import ladder.openmp  # noqa: F401 (before torch loads)
 
 import torch
+import torch.nn as nn
 from tqdm import tqdm
 
+import generate
 from ladder import outputs
-from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints import checkpoint, rounding, writing
+from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
+from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
-from ladder.kernels.quant_linear import FP8_MAX
+from ladder.kernels.quant_linear import QuantLinear, dequantize, nearest
+from ladder.memory import release_freed_memory
 from ladder.ranks import launch
-from model import build
+from ladder.ranks.world import World
+from model import build, residual_loop
 from tp import shard_plan
 
-QUANTIZED_AT_ONCE = 2**18  # numbers that are quantized at a time; they fit a processor's cache
 FILE_BYTES = 2**26  # of a written file, or a layer if it is larger: the tensors of a file are in memory at once
+ROWS, LENGTH = 32, 256  # tokens of the text
 
 
-def to_int8(w):
-    """Return integers (N, K) int8 and scales (N, 1) bfloat16 for w (N, K) float32; zero stays zero."""
-    scales = (w.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
-    q = (w / _nonzero(scales.float())).round().clamp(-127, 127)
-    return q.to(torch.int8), scales
+def own_text(folder, config, length):
+    """Return token ids (ROWS, length) that the model of a checkpoint folder writes. Raises InputError."""
+    world = World(0, 1, torch.device("cpu"))
+    model, sample = generate.load_model(config, folder, None, world), Sampler(1.0)
+    first = torch.randint(config.vocab_size, (ROWS, 1), generator=torch.Generator().manual_seed(0))
+    tokens = [first if config.bos_id is None else torch.full((ROWS, 1), config.bos_id)]
+    with torch.inference_mode():
+        cache = make_cache(model, ROWS, length)
+        for i in tqdm(range(length - 1), "writing a text", leave=False, delay=1, disable=None):
+            logits = model(tokens[-1], torch.full((ROWS, 1), i), cache, i + 1)
+            tokens.append(sample(logits[:, -1])[:, None])
+            if tokens[-1].min() < 0:
+                raise InputError(f"{folder} computes logits that are NaN or infinite")
+    return torch.cat(tokens, dim=1)
 
 
-def to_e4m3(w):
-    """Return e4m3 (N, K) and scales (N, 1) bfloat16 for w (N, K) float32; the largest of a row becomes 448."""
-    scales = (w.abs().amax(dim=1, keepdim=True) / FP8_MAX).bfloat16()
-    q = (w / _nonzero(scales.float())).clamp(-FP8_MAX, FP8_MAX)
-    return q.to(torch.float8_e4m3fn), scales
+def read_tokens(args, config):
+    """Return token ids (rows, LENGTH) of the text that the flags ask for, or None for none. Raises InputError."""
+    wiring, length = config.named_wiring, min(LENGTH, config.max_seq_len)
+    if args.mode != "int4" or args.text == "none":
+        return None
+    if wiring.depends_on_lanes or wiring.model or wiring.loop is not residual_loop:
+        print(f"wiring {config.wiring}: quantized without a text", file=sys.stderr)
+        return None
+    if not args.text:
+        return own_text(args.checkpoint, config, length)
+    tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
+    if tokenizer is None:
+        raise InputError(f"{args.checkpoint} has no tokenizer, which --text {args.text} needs")
+    ids = tokenizer.encode(checkpoint.read_text(args.text, flag="--text "))
+    if len(ids) < length:
+        raise InputError(f"--text {args.text} has {len(ids)} tokens: give {ROWS * length}, or at least {length}")
+    return torch.tensor(ids[: min(ROWS, len(ids) // length) * length]).view(-1, length)
 
 
-def to_int4(w, group_size, iterations=20):
-    """Return integers (N, K / 2) uint8, scales and zeros (N, K / group_size) bfloat16 for w (N, K) float32.
+def scales_dtype(w):
+    """Return the dtype for the scales and zeros of w (N, K): as nearest() says, by the ranges of its rows."""
+    low, high = w.amin(1).float(), w.amax(1).float()
+    return nearest((high - low) / 15, low)
 
-    The first integers are 16 even steps over the range of each group. Each iteration takes the scale and the zero with
-    the least squared error for the integers, then the nearest integers for these (Lloyd's algorithm on an even grid).
-    Each group keeps its best result. Scales and zeros are rounded to bfloat16 before the integers are chosen, so that
-    the integers make up for the rounding.
+
+def check_finite(name, w, *results):
+    if not w.is_floating_point() or not all(map(checkpoint.all_finite, (w, *results))):
+        raise InputError(f"tensor {name} holds integers, NaN, infinite or too large values")
+
+
+@torch.no_grad()
+def compensated(weights, config, linears, tokens):
+    """Yield {name: tensor} of each of the int4 linears, in the order in which a model computes with them.
+
+    weights: of the original; one sublayer at a time is in memory, in float32. config: of the quantized model. linears:
+    their paths. tokens (B, S): the text.
     """
-    w = w.unflatten(1, (-1, group_size))  # (N, G, K / G)
-    low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
-    scales, zeros = ((high - low) / 15).bfloat16().float(), low.bfloat16().float()
-    mean = w.mean(-1, keepdim=True)
-    new = best = _round_int4(w, scales, zeros)
-    for _ in range(iterations):
-        q = new[0]
-        centered = q - q.mean(-1, keepdim=True)
-        scales = (centered * w).sum(-1, keepdim=True) / _nonzero(centered.square().sum(-1, keepdim=True))
-        scales = scales.clamp_(min=0).bfloat16().float()
-        zeros = (mean - scales * q.mean(-1, keepdim=True)).bfloat16().float()
-        new = _round_int4(w, scales, zeros)
-        better = new[-1] < best[-1]
-        best = [torch.where(better, a, b) for a, b in zip(new, best, strict=True)]
-    q, scales, zeros, _ = best
-    q = q.flatten(1).to(torch.uint8)
-    return q[:, ::2] | q[:, 1::2] << 4, scales.squeeze(-1).bfloat16(), zeros.squeeze(-1).bfloat16()
+    model = build(dataclasses.replace(config, quant=None, group_size=None, not_quantized=(), int8=()))
+    results, last = [], [None, None]  # inputs and their second moments: w3 has those of w1
+
+    def quantize(path, linear, x):
+        w = weights.read(f"{path}.weight")
+        check_finite(f"{path}.weight", w)
+        if last[0] is not x:
+            if not x.isfinite().all():
+                raise InputError(f"the inputs of {path} are NaN or infinite in float32")
+            last[:] = x, rounding.second_moments(x)
+        three = rounding.to_compensated_int4(w, last[1], config.group_size, scales_dtype(w))
+        check_finite(f"{path}.weight", *three[1:])
+        results.append({f"{path}.{part}": t for part, t in zip(("weight", "scales", "zeros"), three, strict=True)})
+        if path != "output":
+            linear.weight = nn.Parameter(dequantize(*three, torch.float32), requires_grad=False)
+
+    def load(path, module):  # all but what quantize() sets
+        for name, _ in [*module.named_parameters()]:
+            owner, _, last_part = f"{path}.{name}".rpartition(".")
+            if owner not in linears or last_part == "bias":
+                tensor = weights.read(f"{path}.{name}")
+                check_finite(f"{path}.{name}", tensor)
+                setattr(model.get_submodule(owner), last_part, nn.Parameter(tensor.float(), requires_grad=False))
+
+    def free(module, args, result):
+        module.to("meta")
+        release_freed_memory()
+
+    for path in linears:
+        model.get_submodule(path).register_forward_pre_hook(
+            lambda module, args, path=path: quantize(path, module, args[0])
+        )
+    sublayers = {f"layers.{i}.{name}": m for i, block in enumerate(model.layers) for name, m in block.named_children()}
+    for path, module in {**sublayers, "norm": model.norm}.items():
+        module.register_forward_pre_hook(lambda module, args, path=path: load(path, module))
+        module.register_forward_hook(free)
+    model.tok_embeddings.weight = nn.Parameter(weights.read("tok_embeddings.weight"), requires_grad=False)
+    (loop,) = model.split_loops(tokens, None, None, None, None, 1)
+    x = None
+    for x in loop:  # noqa: B007
+        while results:
+            yield results.pop()
+    if "output" in linears:
+        quantize("output", model.output, model.norm(x))
+        yield results.pop()
 
 
-def _round_int4(w, scales, zeros):
-    """Return the integers nearest to w, as floats, their scales and zeros, and the squared error of each group."""
-    q = ((w - zeros) / _nonzero(scales)).round_().clamp_(0, 15)
-    return q, scales, zeros, (torch.addcmul(zeros, q, scales) - w).square_().sum(-1, keepdim=True)
+def quantized(weights, config, tokens=None):
+    """Return a function read(name) of the quantized tensors. weights: of the original. It raises InputError.
 
-
-def _nonzero(x):
-    """Return x with 1 in place of 0, so that it can be a divisor."""
-    return torch.where(x == 0, 1.0, x)
-
-
-def quantized(weights, config, iterations):
-    """Return a function read(name) of the quantized tensors. weights: of the original. It raises InputError."""
-    stored = dict(build(config).named_parameters())
+    tokens: as compensated() takes them, None: none.
+    """
+    model, ready = build(config), {}
+    stored = dict(model.named_parameters())
+    linears = {path for path, m in model.named_modules() if type(m) is QuantLinear and m.bits == 4}
+    linears = {path for path in linears if f"{path}.scales" in stored and stored[f"{path}.scales"].dim() == 2}
+    run = None if tokens is None else compensated(weights, config, linears, tokens)  # not experts, whose scales have 3
 
     @functools.lru_cache(1)  # the weight, scales and zeros of a matrix are read one after another
     def integers(path):
         names = [f"{path}.{name}" for name in ("weight", "scales", "zeros") if f"{path}.{name}" in stored]
-        tensors = {name: torch.empty_like(stored[name], device="cpu") for name in names}
         w = weights.read(f"{path}.weight").flatten(0, -2)  # the matrices of all experts become one
-        step = max(1, QUANTIZED_AT_ONCE // w.shape[1])
+        dtype, step = scales_dtype(w), max(1, rounding.PIECE // w.shape[1])
+        dtypes = {name: dtype for name in names[1:] if len(names) == 3}
+        tensors = {name: torch.empty_like(stored[name], device="cpu", dtype=dtypes.get(name)) for name in names}
         # a bar for each matrix, since an embedding table may take half of the time; only on a terminal
         for i in tqdm(range(0, len(w), step), path, leave=False, delay=1, disable=None):
             piece = w[i : i + step].float()
-            quick = {"int8": to_int8, "fp8": to_e4m3}.get(config.quant)
-            results = quick(piece) if quick else to_int4(piece, config.group_size, iterations)
-            if not w.is_floating_point() or not all(map(checkpoint.all_finite, (piece, *results))):
-                raise InputError(f"tensor {path}.weight holds integers, NaN, infinite or too large values")
+            quick = rounding.to_e4m3 if config.quant == "fp8" else rounding.to_int8
+            results = rounding.to_int4(piece, config.group_size, dtype) if len(names) == 3 else quick(piece)
+            check_finite(f"{path}.weight", w[i : i + step], *results)
             for tensor, result in zip(tensors.values(), results, strict=True):
                 tensor.flatten(0, -2)[i : i + step] = result
         return tensors
 
     def read(name):
         path, _, last = name.rpartition(".")
-        if last != "bias" and f"{path}.scales" in stored:
+        if last == "bias" or f"{path}.scales" not in stored:
+            tensor = weights.read(name)
+            check_finite(name, tensor)
+            return tensor
+        if run is None or path not in linears:
             return integers(path)[name]
-        tensor = weights.read(name)
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise InputError(f"tensor {name} holds integers, NaN or infinite values")
-        return tensor
+        while name not in ready:
+            ready.update(next(run))
+        return ready.pop(name)
 
     return read
 
@@ -114,21 +182,22 @@ def quantized(weights, config, iterations):
 def main(argv=None):
     p = flags.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
-    words = "int4 costs most: SmolLM2-135M lost 0.25 nats per token in groups of "
-    words += "64, 0.05 in groups of 32, with 5 bits a weight instead of 4.5, and 0.005 in int8; fp8 is for Ada, Hopper "
-    words += "and Blackwell GPUs, and lost 0.035"
+    words = "4 bits cost quality; fp8 is for Ada, Hopper and Blackwell GPUs, and costs more than int8"
     p.add_argument("--mode", required=True, choices=("int8", "int4", "fp8"), help=words)
     p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
     p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. output,tok_embeddings")
-    rounds = "int4: rounds of the fit of scales; 0 rounds to nearest"
-    p.add_argument("--iterations", type=flags.number(int, 0), default=20, metavar="N", help=rounds)
+    text = "int4: a text like what the model will read; default: one that it writes; none: no text, for less memory"
+    p.add_argument("--text", metavar="FILE", help=text)
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")
     args = p.parse_args(argv)
     outputs.check_absent_first(args.out)
     config, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     not_quantized = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
-    new = dataclasses.replace(config, quant=args.mode, group_size=group_size, not_quantized=not_quantized)
+    int8 = ("tok_embeddings",) if args.mode == "int4" and config.tie_embeddings else ()
+    int8 = tuple(name for name in int8 if name not in not_quantized)
+    form = {"quant": args.mode, "group_size": group_size, "not_quantized": not_quantized, "int8": int8}
+    new = dataclasses.replace(config, **form)
     shard_plan(new, 0, (1,) * (new.fixed_lanes or 1))  # raises InputError for lanes that would cut groups
     for name, shape in writing.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
@@ -144,7 +213,7 @@ def main(argv=None):
     with outputs.new_folder(args.out) as folder:
         writing.write_config(folder, new)
         writing.copy_tokenizer(args.checkpoint, folder)
-        read = quantized(weights, new, args.iterations)
+        read = quantized(weights, new, read_tokens(args, config))
         writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE_BYTES))
     small = sum(sizes.values())
     print(f"{args.out}: {small / 1e6:,.1f} MB, {total / small:.2f} times smaller than before ({total / 1e6:,.1f} MB)")

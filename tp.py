@@ -178,7 +178,7 @@ def neuron_unit(config, neurons, shares):
     least that the kernels for CPUs take. Weights made for lanes are always cut at multiples of 8, as they are
     without int4.
     """
-    if not config.group_size or "w2" in config.not_quantized:
+    if not config.group_size or "w2" in (*config.not_quantized, *config.int8):
         if config.quant == "fp8" and neurons % 16 == 0 and neurons // 16 >= sum(shares) / min(shares):
             return 16 if not config.fixed_lanes else 1
         return 8 if config.n_experts and neurons % 8 == 0 else 1  # grouped_mm takes rows of multiples of 16 bytes
@@ -206,6 +206,7 @@ class ShardSlice(NamedTuple):
     dim: int = 0
     ranges: list | None = None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
     columns_per_element: int = 1  # columns of the matrix: 2 for a byte of int4, group_size for one of its scales
+    as_stored: bool = False  # keep the stored dtype, float16 or bfloat16: int4's scales in a model of bfloat16
     zeros: bool = False  # zeros instead of the tensor: a bias that rank 0 alone adds
 
 
@@ -233,6 +234,7 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
     path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
     owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
     dim, ranges = plan.get(plan_key(owner), (0, None))
+    as_stored = whole.dtype == torch.float16 and dtype == torch.bfloat16  # only int4's scales and zeros are float16
     dtype = dtype if whole.itemsize > 1 else whole.dtype
     if model.config.n_experts:
         from ladder.layers import mixture
@@ -242,11 +244,11 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
     if row_parallel and tensor == "bias":  # added to a partial sum, so by rank 0 alone
         return ShardSlice(whole.shape, dtype, zeros=rank > 0)
     if ranges is None or (row_parallel and whole.shape[-1] == 1):  # a norm, an embedding; int8's scales of rows
-        return ShardSlice(whole.shape, dtype)
+        return ShardSlice(whole.shape, dtype, as_stored=as_stored)
     columns_per_element = model.get_submodule(path).in_features // whole.shape[-1] if row_parallel else 1
     shape, dim = list(whole.shape), dim + (whole.dim() == 3)  # experts come first
     shape[dim] = sum(stored_length(start, stop, columns_per_element) for start, stop in ranges)
-    return ShardSlice(tuple(shape), dtype, dim, ranges, columns_per_element)
+    return ShardSlice(tuple(shape), dtype, dim, ranges, columns_per_element, as_stored)
 
 
 def stored_length(start, stop, columns_per_element):

@@ -78,14 +78,17 @@ def check_quantization(c):
         columns |= latent_attention.columns(c)
     if c.linear_layers:
         columns |= {"wqkvz": {c.dim}, "wout": {c.linear_attention["value_heads"] * c.linear_attention["value_dim"]}}
-    for name in c.not_quantized:
+    if c.int8 and c.quant != "int4":
+        raise InputError("int8 names matrices of a model whose quant is int4")
+    for name in (*c.not_quantized, *c.int8):
         if name not in columns:
             raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
         if name == "output" and c.tie_embeddings:
             raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
     if c.tie_embeddings:
         del columns["output"]
-    quantized = [(name, n) for name, counts in columns.items() if name not in c.not_quantized for n in sorted(counts)]
+    columns = {name: counts for name, counts in columns.items() if name not in (*c.not_quantized, *c.int8)}
+    quantized = [(name, n) for name, counts in columns.items() for n in sorted(counts)]
     if odd := [(name, n) for name, n in quantized if c.group_size and n % c.group_size]:
         smaller = [f"use {size}, or " for size in (64, 32) if not any(n % size for _, n in odd)][:1]
         instead = "".join(smaller) + "keep " + ",".join(dict.fromkeys(name for name, _ in odd))

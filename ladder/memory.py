@@ -111,3 +111,9 @@ def keep_freed_memory():
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+
+
+def release_freed_memory():
+    """Let glibc give freed memory back, which otherwise stays with the process in pieces."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

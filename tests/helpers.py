@@ -23,7 +23,7 @@ from sentencepiece import SentencePieceTrainer
 import tp
 from generate import Runner
 from ladder import wiring_text
-from ladder.checkpoints import writing
+from ladder.checkpoints import checkpoint, writing
 from ladder.decoding.batch import make_cache
 from ladder.kernels import compilers
 from ladder.lanes import wirings
@@ -193,6 +193,15 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
 def rank_logits(world, config, state=None, dtype=torch.float32, load=tp.load_shard, **how):
     """last_logits of a rank's shard, or without a world of the whole model, for unequal rows."""
     return last_logits(shard(config, world, dtype, state, load), *unequal_rows(config), **how)
+
+
+def folder_logits(world, folder, prompt=None, how=None):
+    """last_logits of a rank's shard of a checkpoint folder, in float32; prompt: tokens, lengths, or unequal rows."""
+    config = checkpoint.read_config(folder)
+    net = tp.load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu", world.rank, world.shares)
+    if world.tp_size > 1:
+        net.comm = tp.TensorParallel(config, world.shares, world.group)
+    return last_logits(net, *(prompt or unequal_rows(config)), **(how or {}))
 
 
 def greedy_tokens(net, ids, count, end=None):

@@ -39,8 +39,12 @@ void check_block(int64_t N, int64_t K) {
   }
 }
 
+// A float16 number from 1 to 2.
+uint16_t float16(int mantissa) { return 0x3c00 | mantissa % 1024; }
+
 template <bool kFourBits, int M>
-void check_integers(int64_t K, int64_t size) {
+void check_integers(int64_t K, int64_t size, bool half = false) {
+  auto number = [&](uint16_t bits) { return half ? 1 + bits % 1024 / 1024.0 : value(bits); };
   const int64_t P = 2, G = K / size, vectors = 1 + (kFourBits ? size / 8 : (K + 7) / 8 * 2), N = P * kRows;
   std::vector<uint8_t> w(P * G * vectors * 64);
   std::vector<double> q(N * K), exact(N * K);
@@ -50,14 +54,15 @@ void check_integers(int64_t K, int64_t size) {
       uint16_t *scale = reinterpret_cast<uint16_t*>(group) + n % 16, *zero = scale + 16;
       if (k % size == 0) store(Sums{} + 1 + std::abs(normal(generator)), scale, 1);
       if (k % size == 0 && kFourBits) store(Sums{} + normal(generator), zero, 1);
+      if (k % size == 0 && half) *scale = float16(generator() % 1024), *zero = float16(generator() % 1024);
       const int64_t v = 1 + k % size / (kFourBits ? 8 : 4);
       const int byte = n == 0 ? 255 : generator() % 255 + 1, part = kFourBits ? byte % 16 : byte;
       group[v * 64 + n % 16 * 4 + k % 4] |= kFourBits && k % 8 >= 4 ? part << 4 : part;
-      q[n * K + k] = value(*scale) * (kFourBits ? part : part - 128);
-      exact[n * K + k] = q[n * K + k] + (kFourBits ? value(*zero) : 0);
+      q[n * K + k] = number(*scale) * (kFourBits ? part : part - 128);
+      exact[n * K + k] = q[n * K + k] + (kFourBits ? number(*zero) : 0);
     }
   }
-  const Integers W = {w.data(), P, N, K, G, vectors, size, kFourBits};
+  const Integers W = {w.data(), P, N, K, G, vectors, size, kFourBits, half};
   std::vector<uint16_t> floats(K * N), x = numbers(M * K);
   dequantize<kFourBits>(W, floats.data(), 0, P);
   for (int64_t i = 0; i < N * K; i++) {
@@ -114,6 +119,7 @@ template <int... M>
 void check_rows_int(std::integer_sequence<int, M...>) {
   for (int64_t K : {1, 5, 128, 1031}) (check_integers<false, M + 1>(K, K), ...);
   for (int64_t size : {8, 32, 64, 128}) (check_integers<true, M + 1>(size * 5, size), ...);
+  (check_integers<true, M + 1>(160, 32, true), ...);
 }
 
 int main() {

@@ -47,6 +47,17 @@ def test_few_rows_are_exact_up_to_the_last_rounding(threads):
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all(), (M, N, K)
 
 
+@pytest.mark.parametrize("N, M, L, K", [(1, 1, 1, 1), (3, 2, 40, 33), (2, 9, 513, 96)])
+def test_each_head_has_its_own_matrix(N, M, L, K, threads):
+    skinny_gemm.build()
+    x, weight = numbers(M, N, K).transpose(0, 1), numbers(N, L, K)
+    exact = x.double() @ weight.double().mT
+    y = torch.ops.ladder.skinny_gemm_heads(x, weight)
+    size = x.double().abs() @ weight.double().abs().mT
+    assert y.shape == (N, M, L) and ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all()
+    torch.library.opcheck(torch.ops.ladder.skinny_gemm_heads.default, (x, weight))
+
+
 def in_float64(weight, scales, zeros):
     """The matrix that they stand for."""
     return quant_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
@@ -131,6 +142,10 @@ MISFITS = [
     ("skinny_gemm", zeros(2, 9), zeros(4, 8)),
     ("skinny_gemm", zeros(2, 0), zeros(4, 0)),
     ("skinny_gemm", zeros(2, 4), zeros(4, 8)[:, ::2]),
+    ("skinny_gemm_heads", zeros(2, 3, 8), zeros(3, 4, 8)),
+    ("skinny_gemm_heads", zeros(2, 3, 8), zeros(2, 4, 9)),
+    ("skinny_gemm_heads", zeros(2, 8), zeros(2, 4, 8)),
+    ("skinny_gemm_heads", zeros(2, 3, 8), zeros(2, 8, 4).mT),
     ("skinny_gemm_int", zeros(3, 64).float(), INT4, 16, 64, 4),
     ("skinny_gemm_int", zeros(3, 64), INT4, 17, 64, 4),
     ("skinny_gemm_int", zeros(3, 64), INT4, 16, 64, 8),
@@ -330,7 +345,8 @@ def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypa
     kept = [m for m in net.modules() if type(m) is skinny_gemm.SkinnyLinear]
     assert kernels == {skinny_gemm.multiply} and bool(kept) == bool(config.not_quantized)
     gated = {type(block.feed_forward) is decode_modules.SkinnyFeedForward for block in net.layers}
-    assert gated == {not config.mlp_bias and "w2" not in config.not_quantized and config.activation == "silu"}
+    alike = not {"w1", "w2"} & {*config.not_quantized, *config.int8}
+    assert gated == {not config.mlp_bias and alike and config.activation == "silu"}
 
 
 def test_attention_in_a_window_without_a_cache():

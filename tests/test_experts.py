@@ -199,7 +199,7 @@ def check_integers(config, exact, mode, ranks, tmp_path):
         path = name.removesuffix(".weight")
         parts = [state.get(n) for n in (name, f"{path}.scales", f"{path}.zeros")]
         twin[name] = parts[0] if parts[1] is None else quant_linear.dequantize(*(p if p is None else p.float() if
-                     p.dtype == torch.bfloat16 else p for p in parts))  # fmt: skip
+                     p.is_floating_point() else p for p in parts))  # fmt: skip
     expected = rank_logits(None, config, twin)
     for logits in run_ranks(ranks, rank_logits, own, state):
         assert (logits - expected).abs().max() < 2e-3
@@ -250,7 +250,7 @@ def test_few_rows_experts_against_float64(tokens, bits, threads):
 
 def one(x, matrices, e):
     """What expert e makes of a token."""
-    w1, w3, w2 = (experts.floats([t[e] for t in matrix]) for matrix in matrices)
+    w1, w3, w2 = (experts.floats([t[e] for t in matrix], x.dtype) for matrix in matrices)
     gate = w1 @ x
     return w2 @ (gate / (1 + (-gate).exp()) * (w3 @ x))
 

@@ -10,7 +10,7 @@ from reference import Reference
 
 import quantize
 import tp
-from ladder.checkpoints import checkpoint, sizes, writing
+from ladder.checkpoints import checkpoint, rounding, sizes, writing
 from ladder.errors import InputError
 from ladder.kernels import quant_kernels, quant_linear
 from ladder.kernels.gpu import fp8
@@ -30,14 +30,14 @@ VALUES = torch.tensor(sorted(map(value, NUMBERS)), dtype=torch.float64)
 
 def state_of(config):
     state = random_model(dataclasses.replace(config, quant=None, not_quantized=())).state_dict()
-    read = quantize.quantized(types.SimpleNamespace(read=state.get), config, 0)
+    read = quantize.quantized(types.SimpleNamespace(read=state.get), config)
     return {name: read(name) for name in writing.shapes(config)}
 
 
 def make_linear(N, K, bias=False, seed=0):
     g = torch.Generator().manual_seed(seed)
     linear = quant_linear.QuantLinear((N, K), "fp8", None, bias)
-    weight, scales = quantize.to_e4m3(torch.randn(N, K, generator=g) * torch.logspace(-3, 3, N)[:, None])
+    weight, scales = rounding.to_e4m3(torch.randn(N, K, generator=g) * torch.logspace(-3, 3, N)[:, None])
     linear.weight.copy_(weight)
     linear.scales.copy_(scales)
     if bias:
@@ -48,7 +48,7 @@ def make_linear(N, K, bias=False, seed=0):
 def test_weights_are_the_nearest_numbers_of_e4m3():
     w = torch.randn(30, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 30)[:, None]
     w[3] = 0
-    q, scales = quantize.to_e4m3(w)
+    q, scales = rounding.to_e4m3(w)
     assert q.dtype == torch.float8_e4m3fn and scales.dtype == torch.bfloat16 and scales.shape == (30, 1)
     assert q.view(torch.uint8).flatten().tolist()[:5] and torch.equal(q.double(), q.view(torch.uint8).double().apply_(
         lambda bits: value(int(bits))))  # fmt: skip

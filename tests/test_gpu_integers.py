@@ -65,9 +65,10 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
     if bias:
         linear.bias = torch.nn.Parameter(64 * linear.bias.bfloat16(), requires_grad=False)
     exact = quant_linear.dequantize(linear.weight, linear.scales.double(), linear.zeros.double())
-    middle = (linear.zeros + 8 * linear.scales).double().repeat_interleave(size, dim=1)  # which is rounded
+    # scales, and the middle of a group, are rounded to bfloat16
+    rounded = (linear.zeros.abs() + 16 * linear.scales).double().repeat_interleave(size, dim=1)
     use_int4([linear])
-    assert ((unpacked(linear) - exact).abs() <= 2**-8 * (middle.abs() + exact.abs())).all()
+    assert ((unpacked(linear) - exact).abs() <= 2**-8 * (rounded + exact.abs())).all()
     x = torch.randn(2, INT4_FLOAT_ROWS // 2, K, generator=g).bfloat16()
     for part in x, x[:, :-1]:
         result = part.double() @ unpacked(linear).double().T + (linear.bias if bias else 0)

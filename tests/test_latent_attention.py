@@ -19,6 +19,8 @@ from generate import Runner
 from ladder.checkpoints import huggingface
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.errors import InputError
+from ladder.kernels import compiling
+from ladder.kernels.cpu import decode_modules
 from ladder.layers.mixture import MoE
 from ladder.memory import step_bytes
 from model import build
@@ -259,14 +261,13 @@ def test_routers_stay_float32_in_a_model_in_bfloat16():
 
 
 def test_the_kernels_for_few_rows_compute_a_bfloat16_step():
-    from ladder.kernels import compiling
-
     config = dataclasses.replace(CONFIG, wiring="ladder")
     exact, plain, fast = (
         load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
         for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
     )
     compiling.use_decode_kernels(fast)
+    assert type(fast.layers[0].attention) is decode_modules.SkinnyLatentAttention
     with torch.inference_mode():
         exact, plain, fast = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain, fast))
     assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()

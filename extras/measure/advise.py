@@ -43,8 +43,11 @@ def decode_work(config, dtype, tp_size, batch, context):
     It is the work of the rank that has the most, since the others wait for it. context: filled slots of the cache. Of
     the embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not fit the config.
     """
-    names = *config.not_quantized, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.not_quantized)
-    config = dataclasses.replace(config, tie_embeddings=False, not_quantized=names)
+    names = {}  # an untied head is like the table
+    for field in ("not_quantized", "int8"):
+        tables = getattr(config, field)
+        names[field] = *tables, *["output"] * (config.tie_embeddings and "tok_embeddings" in tables)
+    config = dataclasses.replace(config, tie_embeddings=False, **names)
     ranks = [rank_work(config, dtype, rank, (1,) * tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
 

@@ -249,6 +249,8 @@ def read_slice(weights, name, piece, device):
     both_floats = stored.is_floating_point and dtype.is_floating_point and min(stored.itemsize, dtype.itemsize) > 1
     if stored != dtype and not both_floats:
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
+    if piece.as_stored and stored == torch.float16:
+        dtype = stored
     if piece.zeros:
         return torch.zeros(piece.shape, dtype=dtype, device=device)
     shape, columns, ranges = list(piece.shape), piece.columns_per_element, piece.ranges

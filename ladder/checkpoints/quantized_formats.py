@@ -77,24 +77,25 @@ class QuantizedWeights:
 
     X.weight is floats. Or, if X is 4-bit integers in groups of `group_size` columns, X.weight is (N, K / 2) uint8, as
     ladder/kernels/quant_linear.py packs them, with X.scales and X.zeros (N, K / group_size) float32, not yet rounded.
-    Or it is e4m3 with X.scales (N, 1), if none is such integers. group_size: the one that most matrices have, or None.
-    quant: "int4", "fp8" or None. floats: {format: how many matrices are floats here}.
+    Or it is e4m3 with X.scales (N, 1), if none is such integers. group_size: of the smallest groups, which divides the
+    others, or None. quant: "int4", "fp8" or None. floats: {format: how many matrices are floats here}.
     folder: of a GGUF file, a TemporaryDirectory with its other files.
     """
 
     def __init__(self, plain, matrices):
         """plain: {name: a function that returns the tensor}; matrices: {X: Matrix}."""
         last = {name: name.rpartition(".")[2] for name in matrices}
-        groups = Counter(m.group for name, m in matrices.items() if m.group and last[name] in MATRICES)
-        self.group_size = groups.most_common(1)[0][0] if groups else None
-        e4m3 = any(m.q and not m.group and last[name] in MATRICES for name, m in matrices.items())
-        self.quant = "int4" if groups else "fp8" if e4m3 else None
+        stay = {name: m for name, m in matrices.items() if m.group and last[name] in MATRICES}
+        self.group_size = math.gcd(*(m.group for m in stay.values())) or None
+        e4m3 = {name for name, m in matrices.items() if m.q and not m.group and last[name] in MATRICES}
+        self.quant = "int4" if stay else "fp8" if e4m3 else None
         self.tensors, self.floats, self.folder = dict(plain), Counter(), None
         for name, m in matrices.items():
-            if m.group and m.group == self.group_size and last[name] in MATRICES:
-                three = {"weight": functools.partial(_packed, m.q), "scales": m.scales, "zeros": m.zeros}
-                self.tensors |= {f"{name}.{part}": read for part, read in three.items()}
-            elif self.quant == "fp8" and m.q and last[name] in MATRICES:
+            if name in stay:
+                self.tensors[f"{name}.weight"] = functools.partial(_packed, m.q)
+                for part, read in ("scales", m.scales), ("zeros", m.zeros):
+                    self.tensors[f"{name}.{part}"] = functools.partial(_repeated, read, m.group // self.group_size)
+            elif self.quant == "fp8" and name in e4m3:
                 self.tensors |= {f"{name}.weight": m.q, f"{name}.scales": m.scales}
             else:
                 self.tensors[f"{name}.weight"] = m.floats
@@ -111,6 +112,10 @@ class QuantizedWeights:
             if name.endswith(".weight") and not is_float and not has_scales:
                 raise InputError(f"it is in {str(tensor.dtype)[6:]}, but its scales are missing")
             return tensor
+
+
+def _repeated(read, times):
+    return read().repeat_interleave(times, -1)
 
 
 def _packed(q):

@@ -5,6 +5,7 @@ import platform
 import shlex
 import shutil
 import sysconfig
+import warnings
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ def prepare_compile():
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
     # Else Inductor (torch 2.13) compiles for AVX2 what it cached for AVX-512, with loops in steps of longer vectors.
     torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
+    warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # as in embeddings whose scales are float16
     if not ON_ARM:  # today's compilers know AVX2 and AVX-512; a test takes 10 s, or 2 s if cached
         torch._inductor.config.cpp.vec_isa_ok = True
 

@@ -7,7 +7,7 @@ from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.gpu import fp8, integers
 from ladder.kernels.quant_linear import QuantLinear
 
-# {(Config.quant, set): function that gives a kernel to those of a list of QuantLinears that fit, and packs them for it}
+# {(quant, set): function that gives a kernel to those of a list of QuantLinears that fit, and packs them for it}
 KERNELS = {
     ("int8", "cpu"): quant_linear.use_int8,  # where skinny_gemm.cpp cannot be built
     ("int8", "skinny_gemm"): skinny_gemm.use_integers,
@@ -20,6 +20,8 @@ KERNELS = {
 
 def use_kernels(model, kernel_set):
     """Let the QuantLinears of a model in bfloat16 use the kernels of a set, where there are any."""
-    use = KERNELS.get((model.config.quant, kernel_set))
-    if use and model.dtype == torch.bfloat16:
-        use([module for module in model.modules() if type(module) is QuantLinear])
+    linears = [module for module in model.modules() if type(module) is QuantLinear]
+    for quant in ("int8", "int4", "fp8"):
+        own = [linear for linear in linears if linear.quant == quant]
+        if own and (quant, kernel_set) in KERNELS and model.dtype == torch.bfloat16:
+            KERNELS[quant, kernel_set](own)

@@ -6,7 +6,8 @@ W[n, k] = scales[n, g] q[n, k] + zeros[n, g], where q are the integers and g is 
 
 int8: q from -127 to 127, one group per row, no zeros.
 fp8: the same with q in e4m3, whose largest is 448. What is multiplied by it becomes e4m3 too, with a scale per token.
-int4: q from 0 to 15, two in a byte, the even column in the lower half.
+int4: q from 0 to 15, two in a byte, the even column in the lower half. Scales and zeros are float16, or bfloat16 where
+float16 would not hold them (nearest), and in older checkpoints.
 
 Shape letters: N rows and K columns of W, G groups in a row.
 """
@@ -22,12 +23,26 @@ FP8_MAX = 448.0  # of e4m3
 INT8_KERNEL_ROWS = 16  # up to so many rows of x PyTorch's int8 kernel for CPUs is used
 
 
-def dequantize(weight, scales, zeros=None):
-    """Return W (N, K) in the dtype of the scales."""
+def dequantize(weight, scales, zeros=None, dtype=None):
+    """Return W (N, K), by default in the dtype of the scales; for another dtype it is computed in float32."""
+    if dtype not in (None, scales.dtype):
+        return dequantize(weight, scales.float(), None if zeros is None else zeros.float()).to(dtype)
     if zeros is None:
         return weight.to(scales.dtype) * scales
     q = unpack(weight).unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
     return torch.addcmul(zeros[..., None], q, scales[..., None]).flatten(-2)
+
+
+def nearest(*tensors):
+    """Return float16 or bfloat16, whichever rounds the float32 tensors with less error.
+
+    float16 has three bits more, but overflows from 65,520 on and loses bits below 6e-5.
+    """
+
+    def error(dtype):
+        return sum((tensor.to(dtype).float() - tensor).square().sum() for tensor in tensors)
+
+    return torch.bfloat16 if error(torch.bfloat16) < error(torch.float16) else torch.float16
 
 
 def unpack(weight):
@@ -47,9 +62,11 @@ class QuantLinear(nn.Module):
         super().__init__()
         *rows, K = shape
         self.out_features, self.in_features, self.bits = rows[-1], K, 4 if quant == "int4" else 8
-        dtype = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[quant]
+        self.quant = quant
+        dtype = {"int4": torch.uint8, "fp8": torch.float8_e4m3fn}.get(quant, torch.int8)
         shape = (*rows, K // 2) if self.bits == 4 else shape
-        groups = torch.empty(*rows, K // group_size if self.bits == 4 else 1, dtype=torch.bfloat16)
+        shape_of_scales = (*rows, K // group_size if self.bits == 4 else 1)
+        groups = torch.empty(shape_of_scales, dtype=torch.float16 if self.bits == 4 else torch.bfloat16)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
         self.scales = nn.Parameter(groups, requires_grad=False)
         self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if self.bits == 4 else None
@@ -57,20 +74,20 @@ class QuantLinear(nn.Module):
         # (x, this QuantLinear) -> y; quant_kernels.use_kernels chooses another one
         self.kernel = multiply_fp8 if quant == "fp8" else multiply_floats
 
-    def rows(self, index):
-        """Return the rows of W at `index` as floats; W must not be packed."""
+    def rows(self, index, dtype=None):
+        """Return the rows of W at `index` as floats, by default in the scales' dtype; W must not be packed."""
         zeros = None if self.zeros is None else self.zeros[index]
-        return dequantize(self.weight[index], self.scales[index], zeros)
+        return dequantize(self.weight[index], self.scales[index], zeros, dtype)
 
     def forward(self, x):
         return self.kernel(x, self)
 
 
 class QuantEmbedding(QuantLinear):
-    """Token ids (...) -> their rows of W (..., K)."""
+    """Token ids (...) -> their rows of W (..., K), in float32."""
 
     def forward(self, tokens):
-        return self.rows(tokens)
+        return self.rows(tokens, torch.float32)
 
 
 # ---- The kernels -----------------------------------------------------------------------------------------------------
@@ -85,7 +102,7 @@ def multiply_floats(x, linear):
     N, K = max(1, linear.out_features), linear.in_features  # a rank may have no rows of the output head
     # the compiler makes one loop of it anyway; on a GPU each piece would take two more launches
     step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, DEQUANTIZED_AT_ONCE // K)
-    y = torch.cat([F.linear(x, linear.rows(slice(i, i + step))) for i in range(0, N, step)], dim=-1)
+    y = torch.cat([F.linear(x, linear.rows(slice(i, i + step), x.dtype)) for i in range(0, N, step)], dim=-1)
     return add_bias(y, linear)
 
 
@@ -149,7 +166,8 @@ def replace_matrices(model):
         ):
             return None
         kind = QuantEmbedding if type(module) is nn.Embedding else QuantLinear
-        return kind(weight.shape, config.quant, config.group_size, getattr(module, "bias", None) is not None)
+        quant = "int8" if table in config.int8 else config.quant
+        return kind(weight.shape, quant, config.group_size, getattr(module, "bias", None) is not None)
 
     swap(model, make)
 

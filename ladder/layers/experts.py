@@ -15,13 +15,13 @@ torch.library.define("ladder::experts", "(Tensor x, Tensor chosen, Tensor[] w1, 
 torch.library.register_fake("ladder::experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1]))
 
 
-def floats(matrices, index=slice(None)):
-    """Return the matrices of the experts at `index`, by default of all, as floats.
+def floats(matrices, dtype, index=slice(None)):
+    """Return the matrices of the experts at `index`, by default of all, as floats of the dtype.
 
     matrices: [weight] of all experts, or [integers, scales, zeros] as quant_linear.py defines them.
     """
     chosen = [tensor[index] for tensor in matrices]
-    return chosen[0] if len(chosen) == 1 else dequantize(*chosen)
+    return chosen[0] if len(chosen) == 1 else dequantize(*chosen, dtype=dtype)
 
 
 def experts(x, chosen, w1, w3, w2):
@@ -33,8 +33,8 @@ def experts(x, chosen, w1, w3, w2):
     for e in chosen.unique().tolist():
         token, slot = (chosen == e).nonzero(as_tuple=True)
         rows = x[token]
-        hidden = F.silu(rows @ floats(w1, e).T) * (rows @ floats(w3, e).T)
-        y[token, slot] = hidden @ floats(w2, e).T
+        hidden = F.silu(rows @ floats(w1, x.dtype, e).T) * (rows @ floats(w3, x.dtype, e).T)
+        y[token, slot] = hidden @ floats(w2, x.dtype, e).T
     return y
 
 
@@ -49,7 +49,7 @@ def experts_on_a_gpu(x, chosen, w1, w3, w2):
     stops = torch.searchsorted(expert, torch.arange(len(w1[0]), device=x.device), right=True).int()  # where each's end
 
     def multiply(rows, matrices):
-        return F.grouped_mm(rows, floats(matrices).transpose(1, 2), offs=stops)
+        return F.grouped_mm(rows, floats(matrices, x.dtype).transpose(1, 2), offs=stops)
 
     rows = x[order // chosen.shape[1]]
     y = multiply(F.silu(multiply(rows, w1)) * multiply(rows, w3), w2)
@@ -60,7 +60,7 @@ def gathered(x, chosen, w1, w3, w2):
     """Compute what experts() does. Compiled, each product is a kernel that reads the chosen weights in place."""
 
     def multiply(matrices, x):  # (T, k or 1, in_features) -> (T, k, out_features)
-        return (floats(matrices, chosen) * x[..., None, :]).sum(-1)
+        return (floats(matrices, x.dtype, chosen) * x[..., None, :]).sum(-1)
 
     x = x[:, None]  # (T, 1, D)
     return multiply(w2, F.silu(multiply(w1, x)) * multiply(w3, x))
@@ -70,7 +70,7 @@ def every(x, chosen, w1, w3, w2):
     """Compute what experts() does, but let every expert compute every token, which hides behind reading the experts."""
 
     def multiply(matrices, x):  # (T, in_features) or (E, T, in_features) -> (E, T, out_features)
-        return x @ floats(matrices).transpose(1, 2)
+        return x @ floats(matrices, x.dtype).transpose(1, 2)
 
     y = multiply(w2, F.silu(multiply(w1, x)) * multiply(w3, x))
     return y[chosen, torch.arange(len(x), device=x.device)[:, None]]

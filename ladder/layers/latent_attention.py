@@ -98,14 +98,23 @@ class LatentAttention(nn.Module):
 
     def attend_to_latents(self, q, memory, mask, scale):
         """Return the heads' outputs (B, N, S, Y) of q (B, N, S, X + R) and memory (B, 1, T', L + R): "absorbed"."""
-        (L, X, R, Y), N = self.sizes, q.shape[1]
-        to_key, to_value = (w.unflatten(0, (N, -1)) for w in self.wkv_b.weight.split([N * X, N * Y]))  # (N, X or Y, L)
+        L, X, R, _ = self.sizes
         queries, rotated = q.split([X, R], -1)
-        q = torch.cat((torch.einsum("bnsx,nxl->bnsl", queries, to_key), rotated), -1)  # (B, N, S, L + R)
+        q = torch.cat((self.to_latents(queries), rotated), -1)  # (B, N, S, L + R)
         scores = (q.flatten(1, 2) @ memory[:, 0].mT).float() * scale  # (B, N S, T')
         scores = scores.unflatten(1, q.shape[1:3]).masked_fill(~mask[:, None], -torch.inf).softmax(-1).type_as(q)
         y = (scores.flatten(1, 2) @ memory[:, 0, :, :L]).unflatten(1, q.shape[1:3])  # (B, N, S, L)
-        return torch.einsum("bnsl,nyl->bnsy", y, to_value)
+        return self.to_values(y)
+
+    def to_latents(self, q):
+        """Return K_n^T q of each head (B, N, S, L) for q (B, N, S, X)."""
+        N, X = q.shape[1], q.shape[3]
+        return torch.einsum("bnsx,nxl->bnsl", q, self.wkv_b.weight[: N * X].unflatten(0, (N, X)))
+
+    def to_values(self, y):
+        """Return V_n y of each head (B, N, S, Y) for y (B, N, S, L)."""
+        N, Y = y.shape[1], self.sizes[3]
+        return torch.einsum("bnsl,nyl->bnsy", y, self.wkv_b.weight[-N * Y :].unflatten(0, (N, Y)))
 
     def new_cache(self, batch, length, device, dtype):
         """Return (latents with shared keys (B, 1, T, L + R), no values (B, 1, T, 0)), zeroed."""

@@ -11,6 +11,7 @@ from ladder.errors import InputError
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.quant_kernels import use_kernels
 from ladder.kernels.quant_linear import swap
+from ladder.layers.latent_attention import LatentAttention
 from ladder.ranks.world import rank_and_size
 from model import Attention, FeedForward, attend, rotate_into_cache
 
@@ -113,6 +114,31 @@ class SkinnyAttention(Attention):
         return torch.ops.ladder.attention_step(x, *self.arguments, *rope, metadata.positions, *cache, window)
 
 
+class SkinnyLatentAttention(LatentAttention):
+    """A LatentAttention that multiplies few queries by the parts of wkv_b without reading them more than once."""
+
+    def __init__(self, attention):
+        self.__dict__ = attention.__dict__  # the same linears
+        L, X, _, Y = self.sizes
+        N = self.wkv_b.weight.shape[0] // (X + Y)
+        keys, values = self.wkv_b.weight.detach().split([N * X, N * Y])
+        self.parts = keys.view(N, X, L).mT.contiguous(), values.view(N, Y, L)  # a copy of the keys' rows, transposed
+
+    def to_latents(self, q):
+        return self.multiply(q, self.parts[0]) if self.has_few(q) else super().to_latents(q)
+
+    def to_values(self, y):
+        return self.multiply(y, self.parts[1]) if self.has_few(y) else super().to_values(y)
+
+    def has_few(self, x):
+        return x.shape[0] * x.shape[2] <= skinny_gemm.SKINNY_ROWS
+
+    def multiply(self, x, weight):
+        """Return x (B, N, S, in) times the heads' weights (N, out, in): (B, N, S, out)."""
+        y = torch.ops.ladder.skinny_gemm_heads(x.transpose(0, 1).flatten(1, 2), weight)
+        return y.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
+
+
 @functools.cache
 def is_built():
     """Return whether there is skinny_gemm.cpp, which is compiled once on a machine; else rank 0 prints why not."""
@@ -151,7 +177,7 @@ def use_skinny_gemm(model):
             return None if others or bits is None else SkinnyFeedForward(module, bits)
         if type(module) is Attention and module.head_dim % 64 == 0 and not module.score_cap:
             return SkinnyAttention(module, [bits_in_skinny_gemm(linear) for linear in (module.wqkv, module.wo)])
-        return None
+        return SkinnyLatentAttention(module) if type(module) is LatentAttention else None
 
     swap(model, make)
     for name, module in model.named_modules():

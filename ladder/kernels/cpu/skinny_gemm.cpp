@@ -86,6 +86,17 @@ at::Tensor skinny_gemm(const at::Tensor& input, const at::Tensor& weight) {
   return multiply(input.contiguous(), weight, all_rows(input));
 }
 
+// x (N, M, K) times W (N, L, K), each of N heads its own.
+at::Tensor skinny_gemm_heads(const at::Tensor& input, const at::Tensor& weight) {
+  TORCH_CHECK(
+      input.dim() == 3 && weight.dim() == 3 && input.size(0) == weight.size(0),
+      "skinny_gemm_heads takes x (N, M, K) and W (N, L, K)");
+  const at::Tensor x = input.contiguous();
+  std::vector<Group> groups;
+  for (int64_t n = 0; n < x.size(0); n++) groups.push_back({n, n * x.size(1), (n + 1) * x.size(1)});
+  return multiply(x, weight, groups);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // W in integers
 
@@ -97,12 +108,14 @@ constexpr auto kPanels = []<int... M>(std::integer_sequence<int, M...>) {
 Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
   const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2);
   const int64_t size = bits == 8 ? K : (vectors - 1) * 8;
+  const bool half = weight.scalar_type() == at::kChar;  // as skinny_gemm.pack says that scales are float16
   TORCH_CHECK(
       input.scalar_type() == at::kBFloat16 && input.size(-1) == K && K > 0 && weight.is_contiguous() &&
-          weight.size(-1) == 64 && size * G == K && P == (N + kRows - 1) / kRows &&
+          (half || weight.scalar_type() == at::kByte) && weight.size(-1) == 64 && size * G == K &&
+          P == (N + kRows - 1) / kRows &&
           (bits == 8 ? vectors == 1 + (K + 7) / 8 * 2 : bits == 4 && size >= 8 && kColumns % size == 0),
       "x (..., K) must be in bfloat16, and of a W (N, K) what skinny_gemm.pack returns, in groups of 8 to 128 columns");
-  return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, bits == 4};
+  return {static_cast<const uint8_t*>(weight.const_data_ptr()), P, N, K, G, vectors, size, bits == 4, half};
 }
 
 // x times the matrices W of its groups; or gated, silu(x times W) times (x times up).
@@ -362,6 +375,7 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
       "Tensor(b!) values)",
       rotate_into_cache);
   define("skinny_gemm(Tensor x, Tensor weight)", skinny_gemm);
+  define("skinny_gemm_heads(Tensor x, Tensor weight)", skinny_gemm_heads);
   define(
       "skinny_gemm_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int I, int D, int[] bits)",
       skinny_gemm_experts);

@@ -100,6 +100,18 @@ inline Sums load_floats(const void* from, int64_t count = kLanes) {
   return (Sums)(__builtin_convertvector(halves, Pairs) << 16);
 }
 
+// The kLanes scales or zeros of a group as floats: float16 numbers if `half`, else bfloat16.
+inline Sums load_scales(const void* from, bool half) {
+  if (!half) return load_floats(from);
+#if defined(__AVX512BW__)
+  return (Sums)_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  return (Sums)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#else
+  return (Sums)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(static_cast<const uint16_t*>(from))));
+#endif
+}
+
 // The first `count` floats of a vector as bfloat16 numbers, rounded to the nearest, ties to even.
 inline void store(Sums numbers, uint16_t* to, int64_t count = kLanes) {
   const Pairs bits = (Pairs)numbers;
@@ -193,8 +205,8 @@ void block(const uint16_t* w, const uint16_t* x, Number* y, int64_t rows, int64_
 // W in integers: 8 bits and a scale per row, or 4 bits with a scale and a zero per group of columns (quant_linear.py)
 //
 // W comes in panels of 16 rows, as skinny_gemm.py packs them: 64 bytes have 4 for each row, with four columns of it; in 4
-// bits eight, the later four in the upper halves. A group begins with 64 bytes of the rows' 16 scales and 16 zeros. So no
-// sum goes across lanes, and W is read from its begin to its end.
+// bits eight, the later four in the upper halves. A group begins with 64 bytes of the rows' 16 scales and 16 zeros, in
+// bfloat16, or in float16. So no sum goes across lanes, and W is read from its begin to its end.
 //
 // Processors multiply bytes four times as fast as they turn them into floats. So x becomes fixed-point numbers of 16 bits,
 // 256 high + low, with a scale for each block of columns. That changes a number by some 2^-16 of the largest in its
@@ -266,7 +278,7 @@ struct Integers {
   const uint8_t* w;  // (P, G, 1 + V, 64)
   int64_t P, N, K, G;
   int64_t vectors, size;  // of a group: 64 bytes each, those of its scales too, and columns
-  bool four_bits;
+  bool four_bits, half;  // half: scales and zeros are float16
 };
 
 // y (M): M rows of x, `blocks` blocks each, times panel p of W. sums (M, G): of the numbers of x in each group.
@@ -279,8 +291,8 @@ void int_panel(const Integers& W, const Block* x, int64_t blocks, const float* s
   Sums lanes[M][kParts] = {}, scale[kParts], zero[kParts];
   for (int64_t k = 0; k < W.K; k += size) {
     if (kFourBits || k == 0) {
-      for (int part = 0; part < kParts; part++) scale[part] = load_floats(w + 2 * kLanes * part);
-      for (int part = 0; part < kParts; part++) zero[part] = load_floats(w + 32 + 2 * kLanes * part);
+      for (int part = 0; part < kParts; part++) scale[part] = load_scales(w + 2 * kLanes * part, W.half);
+      for (int part = 0; part < kParts; part++) zero[part] = load_scales(w + 32 + 2 * kLanes * part, W.half);
       w += 64;
     }
     Ints all[2][M][kParts][U] = {};
@@ -340,8 +352,8 @@ void dequantize(const Integers& W, uint16_t* y, int64_t from, int64_t to) {
       Sums scale, zero;
       for (int64_t v = 0, k = 0; k < W.K; v++, w += 64) {
         if (v % W.vectors == 0) {
-          scale = load_floats(w - 2 * kLanes * part);
-          zero = kFourBits ? load_floats(w - 2 * kLanes * part + 32) : scale * -128;
+          scale = load_scales(w - 2 * kLanes * part, W.half);
+          zero = kFourBits ? load_scales(w - 2 * kLanes * part + 32, W.half) : scale * -128;
           continue;
         }
         const Ints four = load<Ints>(w);

@@ -23,6 +23,7 @@ HAS_ONEDNN_BF16 = torch.backends.cpu.get_cpu_capability() == "AVX512" or _ARM_BF
 SKINNY_ROWS = 2**30 if not HAS_ONEDNN_BF16 else 7 if torch.cpu._is_amx_tile_supported() else 24
 SKINNY_INT_ROWS = 96 if HAS_ONEDNN_BF16 else 2**30
 FEW_FLOATS = 8  # up to so many rows, PyTorch's own bfloat16 is as fast as its float32, even without oneDNN
+BYTES = {torch.bfloat16: torch.uint8, torch.float16: torch.int8}  # {scales: packed integers}
 PANELS_AT_ONCE = 64  # panels of 16 rows that are packed at a time, so that temporaries take a few MB
 
 
@@ -41,6 +42,7 @@ def build():
     torch.library.register_fake(
         "ladder::skinny_gemm_experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1])
     )
+    torch.library.register_fake("ladder::skinny_gemm_heads", lambda x, w: x.new_empty(*x.shape[:-1], w.shape[1]))
     torch.library.register_fake("ladder::feed_forward", lambda x, *_: x.new_empty(x.shape))
     torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
 
@@ -80,18 +82,19 @@ def packed_shape(weight, scales, zeros):
 
 @torch.no_grad()
 def pack(weight, scales, zeros, out=None):
-    """Return integers of quant_linear.py in skinny_gemm.cpp's layout: (P, G, 1 + V, 64) uint8, the last panel padded.
+    """Return integers of quant_linear.py in skinny_gemm.cpp's layout: (P, G, 1 + V, 64) bytes, the last panel padded.
 
-    A panel is 16 rows. It stores each group of columns as one vector of the rows' scales and zeros (bfloat16), followed
-    by V vectors with four bytes from every row. With int8 these are the next four columns, q + 128, and the columns
-    are padded to a multiple of 8. With int4 they are the next eight columns, the later four in the upper halves.
+    A panel is 16 rows. It stores each group of columns as one vector of the rows' scales and zeros, followed by V
+    vectors with four bytes from every row. With int8 these are the next four columns, q + 128, and the columns are
+    padded to a multiple of 8. With int4 they are the next eight columns, the later four in the upper halves. The bytes
+    are uint8 if the scales are bfloat16, and int8 if they are float16.
     out: the bytes to write to; None: new ones.
     """
     if weight.dim() == 3:
         out = out.view(packed_shape(weight, scales, zeros))
         for e, expert_out in enumerate(out):
             pack(weight[e], scales[e], None if zeros is None else zeros[e], expert_out)
-        return out
+        return out.view(BYTES[scales.dtype])
     (N, columns), (P, G, vectors, _) = weight.shape, packed_shape(weight, scales, zeros)
     packed = empty_in_huge_pages((P, G, vectors, 64), torch.uint8) if out is None else out.view(P, G, vectors, 64)
     by_row = packed.unflatten(-1, (16, 4))
@@ -106,8 +109,8 @@ def pack(weight, scales, zeros, out=None):
         by_row[i : i + PANELS_AT_ONCE, :, 1:] = q.view(-1, 16, G, vectors - 1, 4).permute(0, 2, 3, 1, 4)
     pairs = torch.stack((scales, torch.zeros_like(scales) if zeros is None else zeros))  # (2, N, G)
     pairs = F.pad(pairs, (0, 0, 0, -N % 16)).unflatten(1, (P, 16)).permute(1, 3, 0, 2)  # (P, G, 2, 16)
-    packed.view(torch.bfloat16)[:, :, 0] = pairs.flatten(2)
-    return packed
+    packed.view(scales.dtype)[:, :, 0] = pairs.flatten(2)
+    return packed.view(BYTES[scales.dtype])
 
 
 def multiply(x, linear):

@@ -41,6 +41,8 @@ def use_int8(linears):
 def use_int4(linears):
     """Pack the QuantLinears whose shape fits: weight (N / 8, K / 128, 32, 4) int32, scales (G, N, 2).
 
+    PyTorch's kernel takes scales in bfloat16 only, so float16 ones lose three bits here.
+
     `permutation` undoes the layout within a tile of 8 x 128. To find it, the numbers 0 to 1023 are packed as three
     digits in base 16.
     """
@@ -49,7 +51,8 @@ def use_int4(linears):
         fits = N > 0 and K % 128 == N % 8 == 0 and K // linear.scales.shape[-1] >= 32
         if not fits or linear.weight.dim() == 3:  # experts have kernels of their own
             continue
-        pairs = torch.stack((linear.scales, linear.zeros + 8 * linear.scales), dim=-1)  # W = (q - 8) scale + middle
+        scales, zeros = linear.scales.float(), linear.zeros.float()
+        pairs = torch.stack((scales, zeros + 8 * scales), dim=-1).bfloat16()  # W = (q - 8) scale + middle
         n = torch.arange(8 * 128, device=linear.weight.device).view(8, 128)
         digits = (torch.cat((n, n >> 4, n >> 8)) & 15).byte()  # three tiles
         low, middle, high = unpack_tiles(pack(digits[:, ::2] | digits[:, 1::2] << 4)).long()
