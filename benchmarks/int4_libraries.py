@@ -41,13 +41,13 @@ def ours(linear):
 
 
 def bfloat16(linear):
-    w = dequantize(linear.weight, linear.scales, linear.zeros)
+    w = dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16)
     return lambda x: F.linear(x, w)
 
 
 def dequantized(linear):
     """All weights are turned into floats at each product."""
-    return lambda x: F.linear(x, dequantize(linear.weight, linear.scales, linear.zeros))
+    return lambda x: F.linear(x, dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16))
 
 
 def gemlite(linear):
@@ -55,7 +55,7 @@ def gemlite(linear):
 
     zeros = -linear.zeros.float() / linear.scales.float()  # W = (q - zero) scale
     pack = A16W4_HQQ_INT(device=str(linear.weight.device), dtype=torch.bfloat16)
-    return pack.from_weights(unpack(linear.weight), linear.scales, zeros.bfloat16())
+    return pack.from_weights(unpack(linear.weight), linear.scales.bfloat16(), zeros.bfloat16())
 
 
 def torchao(packing, linear):
@@ -63,7 +63,7 @@ def torchao(packing, linear):
 
     K, N = linear.in_features, linear.out_features
     plain = torch.nn.Linear(K, N, bias=False, device=linear.weight.device, dtype=torch.bfloat16)
-    plain.weight.data.copy_(dequantize(linear.weight, linear.scales, linear.zeros))
+    plain.weight.data.copy_(dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16))
     quantize_(plain, Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=packing))
     return plain
 
