@@ -159,7 +159,7 @@ def add_flags(p):
     p.add_argument("--batch", type=count, nargs="+", metavar="B", help="batch sizes")
     p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
     p.add_argument("--prompt-length", type=count, metavar="N", help="random tokens of each row")
-    p.add_argument("--eager", action="store_true", help="do not compile on GPUs, either: starts at once")
+    p.add_argument("--eager", action="store_true", help="do not compile on GPUs, either, where steps are then captured")
     p.add_argument("--compile", action="store_true", help="compile on CPUs, too: for minutes, for a few percent")
     flags.add_rank_flags(p)
     flags.add_json_flag(p, "a line for each cell")

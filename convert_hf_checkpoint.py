@@ -34,7 +34,7 @@ from ladder.ranks import launch
 from ladder.ranks.ending import out_of_memory
 from model import build
 
-QUANTIZED = "tok_embeddings", "wqkv", "wqkvz", "wo", "wout", "w1", "w3", "w2", "output"  # what int4 is of
+QUANTIZED = "tok_embeddings", "wqkv", "wqkvz", "wo", "wout", "w1", "w3", "w2", "output"  # what int4 and fp8 are of
 
 
 def open_source(source, revision=None, with_tokenizer=True):
@@ -103,8 +103,8 @@ def download(repository, revision=None):
         raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None
 
 
-def keep_integers(config, available, group_size):
-    """Return the config with int4 for the kinds of matrices, such as w2, whose scales are available in every layer."""
+def keep_quantized(config, available, quant, group_size):
+    """Return the config with `quant` for the kinds of matrices, such as w2, whose scales are there in every layer."""
     stays = {}
     for name in writing.shapes(config):
         module, _, tensor = name.rpartition(".")
@@ -112,8 +112,8 @@ def keep_integers(config, available, group_size):
         if tensor == "weight" and kind in QUANTIZED:
             stays[kind] = stays.get(kind, True) and available.issuperset(hf_names(f"{module}.scales"))
     floats = tuple(kind for kind in stays if not stays[kind])
-    int4 = {"quant": "int4", "group_size": group_size, "not_quantized": floats}
-    return dataclasses.replace(config, **int4) if len(floats) < len(stays) else config
+    changes = {"quant": quant, "group_size": group_size, "not_quantized": floats}
+    return dataclasses.replace(config, **changes) if len(floats) < len(stays) else config
 
 
 def convert(source, config, folder, dtype, shard_bytes):
@@ -125,7 +125,7 @@ def convert(source, config, folder, dtype, shard_bytes):
     available, parameters = set(source.names()), dict(build(config).named_parameters())
     shapes, dequantized = {name: tuple(w.shape) for name, w in parameters.items()}, []
     scales = {name for name in shapes if name.endswith((".scales", ".zeros"))}
-    dtypes = {n: w.dtype if n in scales or not w.is_floating_point() else dtype for n, w in parameters.items()}
+    dtypes = {n: w.dtype if n in scales or w.itemsize == 1 else dtype for n, w in parameters.items()}
     if config.n_experts:
         dtypes |= {name: torch.float32 for name in dtypes if mixture.stays_float32(config, name)}
 
@@ -137,7 +137,8 @@ def convert(source, config, folder, dtype, shard_bytes):
         tensor, stem = source.read(name), name.removesuffix(".weight")
         if f"{stem}.scales" not in available:
             return tensor
-        return dequantize(tensor, source.read(f"{stem}.scales"), source.read(f"{stem}.zeros"))
+        zeros = source.read(f"{stem}.zeros") if f"{stem}.zeros" in available else None
+        return dequantize(tensor, source.read(f"{stem}.scales"), zeros)
 
     sources, head = {name: hf_names(name) for name in shapes}, hf_names("output.weight")
     if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
@@ -170,8 +171,9 @@ def convert(source, config, folder, dtype, shard_bytes):
             raise InputError(f"{names}: {first_line(e)}; the config makes it {shapes[name]}") from None
         if tensor.shape != shapes[name]:
             raise InputError(f"{names}: shape {tuple(tensor.shape)} does not make the {shapes[name]} of the config")
-        tensor = tensor.to(scales_dtype(stem) if name in scales else dtypes[name])
-        if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+        is_int4 = name in scales and f"{stem}.zeros" in scales
+        tensor = tensor.to(scales_dtype(stem) if is_int4 else dtypes[name])
+        if not checkpoint.all_finite(tensor):
             raise InputError(f"{names}: NaN or infinite values in {dtype_name(tensor.dtype)}")
         return tensor
 
@@ -193,7 +195,7 @@ def main(argv=None):
     p = flags.Parser(__doc__)
     formats = "a Hugging Face folder, a hub id, a .gguf file, or a llama2.c .bin file"
     p.add_argument("source", metavar="SOURCE", help=formats)
-    p.add_argument("--to-float", action="store_true", help="dequantize 4-bit integers that could stay, to retrain them")
+    p.add_argument("--to-float", action="store_true", help="dequantize what could stay int4 or fp8, to retrain it")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
     flags.add_output_flags(p, "checkpoints/1b")
@@ -204,15 +206,15 @@ def main(argv=None):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     weights, own, folder = open_source(args.source, args.revision, with_tokenizer=not args.tokenizer)
     quantized = getattr(weights, "quantized", None)
-    if quantized and quantized.group_size and not args.to_float:
-        own = keep_integers(own, set(weights.names()), quantized.group_size)
+    if quantized and quantized.quant and not args.to_float:
+        own = keep_quantized(own, set(weights.names()), quantized.quant, quantized.group_size)
     config = flags.with_wiring(own, args)
     check_lanes(config)
     flags.warn_of_wiring(own, config, (1,))
     values = next((name for name in weights.names() if name.endswith((".v_proj.weight", ".kv_b_proj.weight"))), None)
     if values is None:
         raise InputError(f"{args.source} has no tensor v_proj.weight")
-    is_quantized = quantized and (quantized.group_size or quantized.floats)
+    is_quantized = quantized and (quantized.quant or quantized.floats)
     if is_quantized:
         dtype = checkpoint.DTYPES[args.dtype or "bfloat16"]
     else:  # read from the values, since LlamaWeights returns them in the source's own dtype
@@ -234,7 +236,7 @@ def main(argv=None):
     if is_quantized and (dequantized or quantized.floats):
         names = [f"{count} of {name}" for name, count in quantized.floats.items()]
         print(f"dequantized to {dtype_name(dtype)}: {', '.join(names + [f'all of {name}' for name in dequantized])}")
-    form = f", int4 in groups of {config.group_size}" if config.quant else ""
+    form = f", int4 in groups of {config.group_size}" if config.quant == "int4" else ", fp8" if config.quant else ""
     size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}{form}"
     print(f"wrote {args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 

@@ -12,8 +12,8 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 #       Runner.prefill          runs the prompts through the model, chunk by chunk, and fills the cache
 #       Runner.make_step        chooses what makes a step, one of:
 #         Runner.step           on a CPU: decode (the model reads one token of each row), sample, and read the ids
-#         AsyncScheduler        on a GPU: the same, but the next step starts before the ids of this one are read. With
-#                               --compile a step, the choice of its ids included, is one replay of a CUDA graph
+#         AsyncScheduler        on a GPU: the same, but the next step starts before the ids of this one are read, and a
+#                               step, the choice of its ids included, is one replay of a CUDA graph
 #         a draft               several tokens of a row at once: one pass verifies what a smaller model has proposed
 #
 # How a token is chosen (Sampler, ladder/decoding/batch.py). Greedy: each rank finds the largest logit of its part of
@@ -70,6 +70,8 @@ def load_model(config, folder, dtype, world):
         from ladder.kernels.cpu.decode_modules import use_skinny_gemm
 
         use_skinny_gemm(model)
+        if config.quant == "fp8":
+            world.say("fp8 on a CPU computes what a GPU does, but slowly: int8 is fast here")
     elif config.quant:
         from ladder.kernels.quant_kernels import use_kernels
 
@@ -85,7 +87,8 @@ def load_model(config, folder, dtype, world):
 class Runner:
     """A model with its static cache, and its prefill and decode, each compiled if asked for.
 
-    decode_model, prefill_model: the model, or what torch.compile made of it; called as Transformer.forward.
+    decode_model, prefill_model: the model, or what torch.compile made of it; called as Transformer.forward. On a GPU
+    CUDA graphs of decode steps are captured, also of those that are not compiled.
     splits: into how many parts a chunk of the prefill is cut, of which one computes while another's partials are
     summed. None: choose_splits decides. Raises InputError if compiling needs a C++ compiler and there is none.
     """
@@ -100,8 +103,11 @@ class Runner:
             from ladder.kernels import compiling  # not in a plain run: it imports the compiler
 
             self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
-        # compiled for a GPU, decode_model keeps CUDA graphs, which AsyncScheduler replays
-        self.graphs = self.decode_model if compile and self.device.type == "cuda" else None
+        self.graphs = None  # on a GPU decode_model keeps CUDA graphs, which AsyncScheduler replays
+        if self.device.type == "cuda" and "sums" not in model.comm.on_host:
+            from ladder.kernels.cuda_graphs import Graphs
+
+            self.graphs = self.decode_model = self.decode_model if compile else Graphs(model)
         self.draft = None  # of ladder/decoding/drafts.py, which then makes the steps
 
     def like(self, model, cache=None):
@@ -295,7 +301,7 @@ def load(job):
 
             runner.draft = drafts.build(job, runner)
     seconds = {"load_s": time.perf_counter() - start, "compile_s": 0.0}
-    if compile_decode:
+    if compile_decode or runner.graphs:
         from ladder.kernels import compiling
 
         seconds["compile_s"] = compiling.warm_up_aloud(runner, job)

@@ -51,7 +51,7 @@ class Config:
     eos_ids: tuple[int, ...] = ()
     wiring: str = "standard"  # a text such as ladder:16; see ladder/wiring_text.py
     # quantization
-    quant: str | None = None  # "int8", "int4" or None
+    quant: str | None = None  # "int8", "int4", "fp8" or None
     group_size: int | None = None  # how many columns of int4 share a scale
     not_quantized: tuple[str, ...] = ()  # names of matrices that stay floats
     int8: tuple[str, ...] = ()  # names of matrices that have 8 bits although quant is int4
@@ -155,6 +155,7 @@ class Collectives(Protocol):
 
     tp_size: int  # how many ranks there are
     lanes: int  # how many partials a sum adds up: one of each rank, except where a rank holds several (ladder/lanes/)
+    on_host = frozenset()  # which of "sums" and "gathers" go through the host's memory: a CUDA graph cannot hold those
 
     def start(self, partial):
         """Start the all-reduce of a partial (B, S, D) and return at once. What it returns is an argument of wait."""

@@ -1,4 +1,4 @@
-"""Write a checkpoint's matrices as integers of 8 or 4 bits; ladder/kernels/quant_linear.py says how these are stored.
+"""Write a checkpoint's matrices in 8 or 4 bits; ladder/kernels/quant_linear.py says how these are stored.
 
 python quantize.py --checkpoint DIR --mode int8 --out DIR2
 python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep output --out DIR2
@@ -55,7 +55,7 @@ def own_text(folder, config, length):
 def read_tokens(args, config):
     """Return token ids (rows, LENGTH) of the text that the flags ask for, or None for none. Raises InputError."""
     wiring, length = config.named_wiring, min(LENGTH, config.max_seq_len)
-    if args.mode == "int8" or args.text == "none":
+    if args.mode != "int4" or args.text == "none":
         return None
     if wiring.depends_on_lanes or wiring.model or wiring.loop is not residual_loop:
         print(f"wiring {config.wiring}: quantized without a text", file=sys.stderr)
@@ -78,7 +78,7 @@ def scales_dtype(w):
 
 
 def check_finite(name, w, *results):
-    if not w.is_floating_point() or not all(tensor.isfinite().all() for tensor in (w, *results)):
+    if not w.is_floating_point() or not all(map(checkpoint.all_finite, (w, *results))):
         raise InputError(f"tensor {name} holds integers, NaN, infinite or too large values")
 
 
@@ -157,8 +157,8 @@ def quantized(weights, config, tokens=None):
         # a bar for each matrix, since an embedding table may take half of the time; only on a terminal
         for i in tqdm(range(0, len(w), step), path, leave=False, delay=1, disable=None):
             piece = w[i : i + step].float()
-            four_bits = len(names) == 3
-            results = rounding.to_int4(piece, config.group_size, dtype) if four_bits else rounding.to_int8(piece)
+            quick = rounding.to_e4m3 if config.quant == "fp8" else rounding.to_int8
+            results = rounding.to_int4(piece, config.group_size, dtype) if len(names) == 3 else quick(piece)
             check_finite(f"{path}.weight", w[i : i + step], *results)
             for tensor, result in zip(tensors.values(), results, strict=True):
                 tensor.flatten(0, -2)[i : i + step] = result
@@ -182,7 +182,8 @@ def quantized(weights, config, tokens=None):
 def main(argv=None):
     p = flags.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
-    p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer; 4 bits cost quality")
+    words = "4 bits cost quality; fp8 is for Ada, Hopper and Blackwell GPUs, and costs more than int8"
+    p.add_argument("--mode", required=True, choices=("int8", "int4", "fp8"), help=words)
     p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
     p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. output,tok_embeddings")
     text = "int4: a text like what the model will read; default: one that it writes; none: no text, for less memory"
@@ -202,7 +203,7 @@ def main(argv=None):
         checkpoint.check_shape(weights, name, shape)
     sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}
     for name, parameter in build(new).named_parameters():
-        new_form = name.endswith(("scales", "zeros")) or not parameter.is_floating_point()
+        new_form = name.endswith(("scales", "zeros")) or parameter.itemsize == 1
         sizes[name] = parameter.nbytes if new_form else before[name]
     if not any(name.endswith("scales") for name in sizes):
         raise InputError(f"--keep {args.keep} leaves nothing to quantize")

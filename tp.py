@@ -44,6 +44,7 @@ class TensorParallel(Collectives):
         from ladder.kernels import ordered  # noqa: F401, defines torch.ops.ladder
 
         self.tp_size = self.lanes = len(shares)  # ladder/lanes wraps this where a rank holds several lanes
+        self.on_host = getattr(group, "on_host", self.on_host)
         self.vocab_size, self.group_name = config.vocab_size, group.group_name
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
         self.first_id = ranges[group.rank()][0]
@@ -171,12 +172,15 @@ def neuron_range(config, neurons, rank, shares):
 def neuron_unit(config, neurons, shares):
     """Return how many neurons stay together on a rank: the unit in which ranks share out an MLP.
 
-    Without int4 it is 1, or 8 for experts. With int4 it is a group of w2's columns, which share a scale, or 128 columns
-    if every rank then gets 8 of these units or more, since PyTorch's kernel on a GPU wants 128. If the smallest share
-    would get no unit, units are halved, down to 8 columns, the least that the kernels for CPUs take. Weights made for
-    lanes are always cut at multiples of 8, as they are without int4.
+    Without int4 it is 1, or 8 for experts, or 16 for fp8, whose kernel wants that. With int4 it is a group of w2's
+    columns, which share a scale, or 128 columns if every rank then gets 8 of these units or more, since PyTorch's
+    kernel on a GPU wants 128. If the smallest share would get no unit, units are halved, down to 8 columns, the
+    least that the kernels for CPUs take. Weights made for lanes are always cut at multiples of 8, as they are
+    without int4.
     """
     if not config.group_size or "w2" in (*config.not_quantized, *config.int8):
+        if config.quant == "fp8" and neurons % 16 == 0 and neurons // 16 >= sum(shares) / min(shares):
+            return 16 if not config.fixed_lanes else 1
         return 8 if config.n_experts and neurons % 8 == 0 else 1  # grouped_mm takes rows of multiples of 16 bytes
     if config.fixed_lanes:
         return 8
@@ -231,7 +235,7 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
     owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
     dim, ranges = plan.get(plan_key(owner), (0, None))
     as_stored = whole.dtype == torch.float16 and dtype == torch.bfloat16  # only int4's scales and zeros are float16
-    dtype = dtype if whole.is_floating_point() else whole.dtype
+    dtype = dtype if whole.itemsize > 1 else whole.dtype
     if model.config.n_experts:
         from ladder.layers import mixture
 

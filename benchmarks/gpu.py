@@ -1,4 +1,4 @@
-"""What one GPU does within nine minutes: decode, what eight ranks would take over the named links, and integers.
+"""What one GPU does within nine minutes: FP8 and integers, the whole 8b, what eight ranks would take over named links.
 
 python -m benchmarks.gpu --json gpu.jsonl                 # make gpu runs the GPU's tests before it
 python -m benchmarks.gpu --device cpu --json tiny.jsonl   # the same in small, to try the script: its times mean nothing
@@ -32,10 +32,15 @@ def cases(device, traces):
     decode = f"bench.py --tp 1 --device {device}{small} --batch"
     predict = f"-m extras.measure.sweep --simulate-tp 8 --batch 4 --device {device} {how}"
     predict += f" --link {links} --wiring standard ladder parallel-ladder upper-bound --model"
+    kernels = {"fp8": ":fp8", "int4": ":int4", "int8": ":int8", "bfloat16": ""}
+    fp8, *others = (f"{decode} {batches} --model {some}{quant}" for quant in kernels.values())
     return [
+        fp8,
+        f"-m benchmarks.int4_libraries --device {device}",
+        f"{decode.removesuffix(' --batch')} --eager --batch {batches} --model {some}",  # captured, not compiled
         f"{decode} 1 --model {whole}",
+        *others,
         *(f"{predict} {model} --profile {shlex.quote(traces)}/{model[:-2]}" for model in shards),
-        *(f"{decode} {batches} --model {some}{quant}" for quant in (":int4", ":int8", "")),
     ]
 
 

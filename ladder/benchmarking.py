@@ -55,7 +55,7 @@ def read_bandwidth(device, world=None, size=2**30, repeats=9):
     A pass sums a tensor of `size` bytes, far more than the caches hold; less where memory is short, and on a GPU up to
     8 GiB. The ranks of the world, if given, measure at the same time: those of one machine share its memory.
     """
-    free = free_bytes(device)
+    free = free_bytes(device) // (world.tp_size if world and world.shares_gpu else 1)
     size = min(2**33, free // 4) if device.type == "cuda" else min(size, free // 32)
     tensor = empty_in_huge_pages((size // 4,), torch.float32, device).fill_(1)
     timed(device, tensor.sum)

@@ -63,8 +63,8 @@ def check_norms(c):
 
 
 def check_quantization(c):
-    if c.quant not in (None, "int8", "int4"):
-        raise InputError(f"unknown quantization {c.quant!r}; known: int8, int4")
+    if c.quant not in (None, "int8", "int4", "fp8"):
+        raise InputError(f"unknown quantization {c.quant!r}; known: int8, int4, fp8")
     if c.group_size is not None and c.quant != "int4":
         raise InputError("a group size is for int4")
     if c.quant == "int4" and c.group_size not in (32, 64, 128):

@@ -48,8 +48,8 @@ def warn_of_memory(world, config, dtype, rows, slots):
     """Print a line on stderr if this rank's weights, cache and CUDA graphs exceed the free memory.
 
     Of equal shares rank 0 has the largest, and says it for all, unless some KV heads have more ranks than others. A
-    GPU's free memory is without what the ranks that have met already took: the context, and NCCL's buffers.
-    Activations, and a draft's model, come on top. Raises InputError.
+    GPU's free memory is without what the ranks that have met already took: the context, and NCCL's buffers. Ranks of
+    one machine, or of one GPU, share its memory. Activations, and a draft's model, come on top. Raises InputError.
     """
     if world.rank > 0 and len({*world.shares}) == 1 and world.tp_size % config.n_kv_heads in (0, world.tp_size):
         return
@@ -59,12 +59,13 @@ def warn_of_memory(world, config, dtype, rows, slots):
     free = free_bytes(world.device)
     if world.device.type == "cuda":
         needed += GRAPH_BYTES
-    else:  # the ranks of a machine share its memory
+        here = [world.shares[i] for i, name in enumerate(world.devices) if name == world.devices[world.rank]]
+    else:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         here = world.shares[world.rank // local * local :][:local]
-        free *= world.shares[world.rank] / sum(here)
+    free *= world.shares[world.rank] / sum(here)
     if needed > free:
-        text = f"about {needed / 1e9:,.2f} GB needed, {free / 1e9:,.2f} free"
+        text = f"about {needed / 1e9:,.2f} GB needed, {free / 1e9:,.2f} free" + " for it" * world.shares_gpu
         print(f"weights and cache of rank {world.rank} may not fit: {text}", file=sys.stderr)
 
 

@@ -248,7 +248,7 @@ def check_split_attention(count, window, T, device):
 
     Keys in blocks that a row need not read are NaN.
     """
-    from ladder.kernels.compiling import KEY_BLOCK, split_attend  # imports the compiler
+    from ladder.kernels.gpu.split_attention import KEY_BLOCK, split_attend  # imports the compiler
 
     generator, starts = torch.Generator().manual_seed(0), torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
     q = torch.randn(5, 2, 4, count, 16, generator=generator)

@@ -13,7 +13,7 @@ import torch
 from helpers import RANKS, ROOT, main_on_ranks, script
 
 import bench
-from benchmarks import decode, gpu
+from benchmarks import decode, gpu, int4_libraries
 from extras.measure import plot, sweep
 from ladder.checkpoints.sizes import SIZES
 from ladder.errors import InputError
@@ -170,22 +170,34 @@ def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path)
 
 def test_gpu_measures_full_sizes_over_six_links_and_its_flags_are_known():
     commands = gpu.cases("cuda:0", "traces")
-    assert commands[0].endswith("--batch 1 --model 8b") and len(commands) == 7
+    assert commands[0].endswith("--batch 1 16 --model 8b:4:fp8") and commands[3].endswith("--batch 1 --model 8b")
+    assert commands[1] == "-m benchmarks.int4_libraries --device cuda:0" and len(commands) == 10
     assert sum("--link nvlink roce ib pcie pcie-host ethernet-100g --" in command for command in commands) == 3
     for command in commands + gpu.cases("cpu", "traces"):
         script, *flags = shlex.split(command.removeprefix("-m "))
-        (bench if script == "bench.py" else sweep).parse(flags)
+        if script != "benchmarks.int4_libraries":
+            (bench if script == "bench.py" else sweep).parse(flags)
+
+
+def test_libraries_for_int4_are_compared_and_those_that_fail_are_skipped(printed, tmp_path, monkeypatch):
+    monkeypatch.setattr(int4_libraries, "ROWS", (1, 3))
+    ways = {**int4_libraries.WAYS, "wrong": lambda linear: lambda x: -linear(x), "absent": lambda linear: 1 / 0}
+    monkeypatch.setattr(int4_libraries, "WAYS", ways)
+    printed(int4_libraries, "--device", "cpu", "--json", tmp_path / "out")
+    rows = {(line["way"], line["rows"]) for line in read(tmp_path / "out")}
+    assert rows >= {(way, n) for way in ("ours", "bfloat16", "floats each time") for n in (1, 3)}
+    assert not {way for way, _ in rows} & {"wrong", "absent"}
 
 
 def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path, printed):
     assert [gpu.run("-c 'raise SystemExit(3)'", 20), gpu.run("-c pass", 20)] == ["it ended with code 3", None]
     assert gpu.run("-c 'import time; time.sleep(60)'", 1) == "killed, for want of time or memory"
-    errors = iter([None, "broke", None, None, None])
+    errors = iter([None, "broke", *[None] * 6])
     monkeypatch.setattr(gpu, "run", lambda command, seconds: next(errors))
     printed(gpu, "--device", "cpu", "--json", tmp_path / "out")
     assert [line["error"] for line in read(tmp_path / "out")] == ["broke"] and not [*errors]
     printed(gpu, "--device", "cpu", "--seconds", 0, "--json", tmp_path / "late")
-    assert [line["error"] for line in read(tmp_path / "late")] == ["no time left"] * 5
+    assert [line["error"] for line in read(tmp_path / "late")] == ["no time left"] * 8
 
 
 @pytest.mark.slow
@@ -194,7 +206,7 @@ def test_gpu_s_cases_run_on_a_cpu_in_small(tmp_path):
            PYTHONPATH=str(ROOT))  # fmt: skip
     lines = read(tmp_path / "out")
     assert not [line for line in lines if "error" in line]
-    assert {line.get("quant") for line in lines if "tpot_ms" in line} == {None, "int8", "int4"}
+    assert {line.get("quant") for line in lines if "tpot_ms" in line} == {None, "int8", "int4", "fp8"}
     assert {line["wiring"] for line in lines if "limit_ms" in line} == {
         "standard", "ladder", "parallel-ladder", "upper-bound"
     }  # fmt: skip

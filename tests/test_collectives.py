@@ -304,7 +304,7 @@ def test_larger_sums_go_another_way_and_some_are_refused(pretended):
     assert group.allreduce([torch.ones(2**22 + 1)]) is seen.nccl.allreduce.return_value
     assert group.allreduce([torch.ones(4, dtype=torch.float16)]) is seen.nccl.allreduce.return_value
     for ranks, device in (2, "cpu"), (3, "cuda"):
-        with pytest.raises(InputError, match="^--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU$"):
+        with pytest.raises(InputError, match="^--comm one-shot is for 2, 4 or 8 ranks of one node, on GPUs$"):
             one_shot.connect(World(0, ranks, torch.device(device)))
 
 

@@ -4,7 +4,7 @@ LADDER_TEST_GPU=1 python -m pytest tests/test_gpu.py    # where there is a GPU
 LADDER_TEST_GPU=cpu python -m pytest tests/test_gpu.py  # the same on a CPU, to try the tests; some need a GPU
 """
 
-# The order matters: `make gpu` has 200 s, of which a cold compiler takes most, so the telling tests come first.
+# The order matters: `make gpu` has 150 s, of which a cold compiler takes most, so the telling tests come first.
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from reference import MixtureReference
 
 from ladder.checkpoints.sizes import RandomWeights
 from ladder.kernels import quant_kernels, quant_linear
-from ladder.kernels.gpu import integers
+from ladder.kernels.gpu import fp8, integers
 from model import Config
 from tp import load_shard
 
@@ -151,6 +151,22 @@ def test_the_kernels_for_integers_multiply_what_they_stand_for(quant, rows, comp
         size = F.linear(x.double().abs(), weight.abs())  # of what is added up: each product may be off by a rounding
         with torch.inference_mode():
             assert ((multiply(x) - F.linear(x.double(), weight)).abs() <= 2**-7 * size).all()
+
+
+@pytest.mark.parametrize("rows, compile", [(1, False), (3, False), (16, False), (300, False), (1, True), (16, True)])
+def test_fp8_multiplies_as_it_does_on_a_cpu(rows, compile):
+    """Of the same bytes, by PyTorch's kernel where the GPU has one: the order of sums and one rounding may differ."""
+    net, _ = quantized("fp8")
+    for name in ("layers.0.attention.wqkv", "layers.1.feed_forward.w2"):
+        linear = net.get_submodule(name)
+        used = not ON_CPU and torch.cuda.get_device_capability() >= fp8.CAPABILITY
+        assert (linear.kernel is fp8.multiply_scaled) == used
+        x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).bfloat16().to(DEVICE)
+        with torch.inference_mode():
+            y = (torch.compile(linear, dynamic=False) if compile else linear)(x).float()
+            expected = quant_linear.multiply_fp8(x, linear).float()
+        # an activation that lies between two numbers of e4m3 may become the other one
+        assert (y - expected).norm() < 0.01 * expected.norm()
 
 
 @two_gpus

@@ -16,7 +16,7 @@ import tokenizers
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
-from helpers import folder_logits, run_ranks, train_tokenizer
+from helpers import folder_logits, last_logits, run_ranks, train_tokenizer, unequal_rows
 from safetensors.torch import load, load_file, save, save_file
 from test_convert import FAMILIES, FOLDED, LLAMA3_ROPE, TOKENS, YARN, check_parity, convert, hf_model, shaken
 from test_fuzz import changed_bytes, changed_json
@@ -131,7 +131,7 @@ def block_fp8(w, seed):
 
 COMPRESSED = {"quant_method": "compressed-tensors"}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-FORMATS = {  # name: (a format, quantization_config, group size)
+FORMATS = {  # name: (a format, quantization_config, group size or "fp8")
     "AWQ": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 64}, 64),
     "GPTQ": (gptq, {"quant_method": "gptq", "bits": 4}, 128),
     "GPTQ 2": (lambda w, s: gptq(w, s, 2), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, 128),
@@ -142,8 +142,8 @@ FORMATS = {  # name: (a format, quantization_config, group size)
     "pack-quantized, rows": (lambda w, i: pack_quantized(w, i, size=w.shape[1]), COMPRESSED, 128),  # become several
     "pack-quantized, act-order": (lambda w, i: pack_quantized(w, i, act_order=True), COMPRESSED, None),
     "FP8, blocks": (block_fp8, BLOCKS, None),
-    "FP8, rows": (fp8, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {}}}}, None),
-    "FP8, tensors": (lambda w, s: fp8(w, s, None, shape=()), {"quant_method": "fp8"}, None),
+    "FP8, rows": (fp8, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {}}}}, "fp8"),
+    "FP8, tensors": (lambda w, s: fp8(w, s, None, shape=()), {"quant_method": "fp8"}, "fp8"),
 }  # fmt: skip
 
 
@@ -177,14 +177,31 @@ def test_formats_of_safetensors_folders(name, tmp_path, capsys):
     check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
     assert "dequantized to float32: " in capsys.readouterr().out
     ours = convert(tmp_path / "hf", tmp_path / "ours")
-    check_logits(name, tmp_path / "hf", theirs, tmp_path, 3e-3 if group_size else 1e-5)
+    bound = {"fp8": 0.15, None: 1e-5}.get(group_size, 3e-3)  # fp8 rounds activations, too
+    check_logits(name, tmp_path / "hf", theirs, tmp_path, bound)
     if group_size is None:
         assert ours.config.quant is None and ours.config == checkpoint.read_config(tmp_path / "float")
         assert checkpoint.Weights(tmp_path / "ours").read("norm.weight").dtype == torch.bfloat16
         return
+    if group_size == "fp8":
+        assert (ours.config.quant, {*ours.config.not_quantized}) == ("fp8", {"tok_embeddings", "output"})
+        return check_e4m3(tmp_path, theirs)
     assert (ours.config.quant, ours.config.group_size) == ("int4", group_size)
     assert {*ours.config.not_quantized} == {"tok_embeddings", "output"} - ({"output"} if name == "AWQ" else set())
     check_integers(tmp_path / "ours", theirs, integers)
+
+
+def check_e4m3(folder, theirs):
+    """The same bytes, and scales as near as bfloat16 allows."""
+    stored, ours = load_file(folder / "hf" / "model.safetensors"), checkpoint.Weights(folder / "ours")
+    for name, module in ("attention.wo", "self_attn.o_proj"), ("feed_forward.w2", "mlp.down_proj"):
+        q, scales = (ours.read(f"layers.1.{name}.{part}") for part in ("weight", "scales"))
+        assert q.view(torch.uint8).equal(stored[f"model.layers.1.{module}.weight"].view(torch.uint8))
+        w = theirs.get_submodule(f"model.layers.1.{module}").weight.double()
+        assert (q.double() * scales.double() - w).abs().max() <= 2**-8 * w.abs().max()
+    q, scales = (ours.read(f"layers.1.attention.wqkv.{part}") for part in ("weight", "scales"))
+    w = theirs.get_submodule("model.layers.1.self_attn.v_proj").weight.double()[-64:]  # of the last head
+    assert (q[-64:].double() * scales[-64:].double() - w).abs().max() <= 2**-8 * w.abs().max()
 
 
 def check_logits(name, source, theirs, tmp_path, bound):
@@ -194,7 +211,7 @@ def check_logits(name, source, theirs, tmp_path, bound):
         exact = theirs(TOKENS).logits
         difference = ((ours(TOKENS) - exact).std() / exact.std()).item()
     size = sum(w.nbytes for w in load_file(tmp_path / "ours" / "model.safetensors").values())
-    kept = f"int4 in groups of {ours.config.group_size}" if ours.config.quant else "floats"
+    kept = f"int4 in groups of {ours.config.group_size}" if ours.config.group_size else ours.config.quant or "floats"
     print(f"\n{name}: {kept}, {difference:.1e} of the logits' deviation, {size:,} bytes in bfloat16")
     assert difference < bound
 
@@ -248,10 +265,11 @@ def test_what_is_not_quantized_alike_everywhere_is_dequantized(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("family", ["Qwen3MoeConfig", "MixtralConfig"])
-def test_experts_one_by_one_or_together(family, tmp_path):
+@pytest.mark.parametrize("form, dtype", [("AWQ", torch.uint8), ("FP8, rows", torch.float8_e4m3fn)])
+def test_experts_one_by_one_or_together(form, dtype, family, tmp_path):
     theirs = shaken(hf_model((family, {**EXPERTS, "head_dim": 64})))
     theirs.save_pretrained(tmp_path / "plain")
-    make, settings, _ = FORMATS["AWQ"]
+    make, settings, _ = FORMATS[form]
     twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
     state = checkpoint.Weights(tmp_path / "plain")  # transformers writes experts one by one
     tensors = {name: state.read(name).clone() for name in state.names()}
@@ -268,7 +286,9 @@ def test_experts_one_by_one_or_together(family, tmp_path):
     check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), twin)
     ours = convert(tmp_path / "hf", tmp_path / "ours")
     assert {*ours.config.not_quantized} == {"tok_embeddings", "output"}
-    assert ours.layers[1].feed_forward.experts.w1.weight.dtype == torch.uint8
+    assert ours.layers[1].feed_forward.experts.w1.weight.dtype == dtype
+    logits = last_logits(ours, *unequal_rows(ours.config))
+    assert logits.isfinite().all()
 
 
 def put(twin, name, w):

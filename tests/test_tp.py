@@ -262,7 +262,7 @@ def test_the_number_of_ranks_matters_where_the_table_says_so():
 @pytest.mark.parametrize("gpus, n_ranks, asked, device", [
     (0, 1, None, "cpu"), (1, 1, "cuda", "cuda:0"), (2, 1, "cuda:1", "cuda:1"), (1, 2, None, "cpu"),
     (2, 2, None, "cuda:1"), (1, 1, "cuda:1", None), (0, 1, "cuda", None), (1, 2, "cuda", None),
-    (2, 2, "cuda:0", "cuda:1"), (1, 2, "cuda:0", None),
+    (2, 2, "cuda:0", "cuda:0"), (1, 2, "cuda:0", "cuda:0"),
     ("its own", 2, None, "cuda:0"), ("its own", 2, "cuda", "cuda:0"), ("its own", 2, "cpu", "cpu"),
     (2, 2, "old driver", "cuda:1 cannot be used: too old"), (2, 2, "slice", "which NCCL does not connect"),
 ])  # fmt: skip
@@ -292,7 +292,8 @@ def test_the_device_of_a_rank(gpus, n_ranks, asked, device, monkeypatch, capsys)
 def test_gpus_that_are_not_used_are_said_by_one_rank(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert str(choose_device(None, 0, 2)) == "cpu"
-    words = f"running on the CPU: PyTorch {torch.__version__} sees 1 GPUs for 2 ranks here; each rank needs one\n"
+    words = f"running on the CPU: PyTorch {torch.__version__} sees 1 GPUs for 2 ranks here; each rank needs one"
+    words += " (to try several on one: --device cuda:0)\n"
     assert capsys.readouterr().err == words
 
 

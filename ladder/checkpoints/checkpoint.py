@@ -232,6 +232,13 @@ def check_shape(weights, name, shape):
         raise InputError(f"tensor {name} is {tuple(stored)}, but the config says {tuple(shape)}")
 
 
+def all_finite(tensor):
+    """Return whether no number of a tensor is NaN or infinite. PyTorch checks no e4m3, which has NaN only."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return not tensor.view(torch.uint8).bitwise_and(127).eq(127).any()
+    return not (tensor.numel() and tensor.is_floating_point()) or torch.stack(tensor.aminmax()).isfinite().all()
+
+
 def read_slice(weights, name, piece, device):
     """Return a rank's slice of a tensor, on the device. piece: a tp.ShardSlice.
 
@@ -239,7 +246,8 @@ def read_slice(weights, name, piece, device):
     that are not finite.
     """
     stored, dtype = weights.read(name).dtype, piece.dtype
-    if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
+    both_floats = stored.is_floating_point and dtype.is_floating_point and min(stored.itemsize, dtype.itemsize) > 1
+    if stored != dtype and not both_floats:
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
     if piece.as_stored and stored == torch.float16:
         dtype = stored
@@ -255,7 +263,7 @@ def read_slice(weights, name, piece, device):
         from ladder.kernels import quant_linear
 
         tensor = quant_linear.regroup(tensor, *piece.ranges[0], columns)
-    if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
+    if not all_finite(tensor):
         why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
         raise InputError(f"tensor {name} holds NaN or infinite values {why}")
     return tensor

@@ -132,6 +132,11 @@ def read_hf(values):
     return {**known, **own, "model_type": family, "rope_scaling": rope, "near_rope": near, "ignored": [*ignored]}
 
 
+def same(a, b):
+    """Return whether two tensors are equal: torch.equal compares no e4m3."""
+    return a.shape == b.shape and not a.ne(b).any()
+
+
 def eos_ids(path, values, hf):
     """Return the ids that end a text: those of config.json, `values`, and of generation_config.json beside it."""
     generation = path.with_name("generation_config.json")
@@ -334,7 +339,7 @@ class LlamaWeights:
                  for part in ("weight", "scales", "zeros") if f"{module}.{part}" in self.places}
                 for module in ("model.embed_tokens", "lm_head")
             )  # fmt: skip
-            is_tied = table.keys() == head.keys() and all(torch.equal(table[part], head[part]) for part in table)
+            is_tied = table.keys() == head.keys() and all(same(table[part], head[part]) for part in table)
             config = dataclasses.replace(config, tie_embeddings=is_tied)
         self.config, self.factors = config, {}
         if "residual_multiplier" in hf:
@@ -360,4 +365,4 @@ class LlamaWeights:
         if self.config.latent_attention:
             tensor = latent_attention.reordered(tensor, name, self.config, self.interleaved)
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
-        return tensor if factor == 1.0 or tensor.dtype == torch.uint8 else tensor.float() * factor
+        return tensor if factor == 1.0 or tensor.itemsize == 1 else tensor.float() * factor

@@ -1,6 +1,7 @@
 """Reads quantized matrices: those of AWQ, GPTQ, compressed-tensors, FP8 and MXFP4; gguf_file.py reads more.
 
-N outputs, K columns, G groups of columns. What is s q + z in groups, q from 0 to 15, stays integers: QuantizedWeights.
+N outputs, K columns, G groups of columns. What is s q + z in groups, q from 0 to 15, stays integers, and e4m3 with a
+scale for each row, or one in all, stays e4m3: QuantizedWeights.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ class Matrix(NamedTuple):
     """A quantized matrix: floats() returns W (N, K).
 
     group: the columns of a group if W can stay integers, or 0. Then there are q() (N, K) uint8, scales() and zeros()
-    (N, K / group) float32. Those of experts have a dimension E in front.
+    (N, K / group) float32. Those of experts have a dimension E in front. If W can stay e4m3, there are q() and scales()
+    (N, 1), but no group and no zeros.
     """
 
     kind: str  # its format
@@ -75,8 +77,9 @@ class QuantizedWeights:
 
     X.weight is floats. Or, if X is 4-bit integers in groups of `group_size` columns, X.weight is (N, K / 2) uint8, as
     ladder/kernels/quant_linear.py packs them, with X.scales and X.zeros (N, K / group_size) float32, not yet rounded.
-    group_size: of the smallest groups, which divides the others, or None. floats: {format: how many matrices are floats
-    here}. folder: of a GGUF file, a TemporaryDirectory with its other files.
+    Or it is e4m3 with X.scales (N, 1), if none is such integers. group_size: of the smallest groups, which divides the
+    others, or None. quant: "int4", "fp8" or None. floats: {format: how many matrices are floats here}.
+    folder: of a GGUF file, a TemporaryDirectory with its other files.
     """
 
     def __init__(self, plain, matrices):
@@ -84,12 +87,16 @@ class QuantizedWeights:
         last = {name: name.rpartition(".")[2] for name in matrices}
         stay = {name: m for name, m in matrices.items() if m.group and last[name] in MATRICES}
         self.group_size = math.gcd(*(m.group for m in stay.values())) or None
+        e4m3 = {name for name, m in matrices.items() if m.q and not m.group and last[name] in MATRICES}
+        self.quant = "int4" if stay else "fp8" if e4m3 else None
         self.tensors, self.floats, self.folder = dict(plain), Counter(), None
         for name, m in matrices.items():
             if name in stay:
                 self.tensors[f"{name}.weight"] = functools.partial(_packed, m.q)
                 for part, read in ("scales", m.scales), ("zeros", m.zeros):
                     self.tensors[f"{name}.{part}"] = functools.partial(_repeated, read, m.group // self.group_size)
+            elif self.quant == "fp8" and name in e4m3:
+                self.tensors |= {f"{name}.weight": m.q, f"{name}.scales": m.scales}
             else:
                 self.tensors[f"{name}.weight"] = m.floats
                 self.floats[m.kind] += 1
@@ -101,7 +108,8 @@ class QuantizedWeights:
         with errors_of(name):
             tensor = self.tensors[name]()
             is_float = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-            if name.endswith(".weight") and not is_float and tensor.dtype != torch.uint8:  # which _packed returns
+            has_scales = name.removesuffix("weight") + "scales" in self.tensors
+            if name.endswith(".weight") and not is_float and not has_scales:
                 raise InputError(f"it is in {str(tensor.dtype)[6:]}, but its scales are missing")
             return tensor
 
@@ -237,7 +245,16 @@ def scaled(parts, settings, name="weight_scale"):
         row, column = (torch.arange(n) // size for n, size in zip(w.shape, sizes, strict=True))  # of s
         return w.float().mul_(s[row][:, column])
 
-    return Matrix("8 bits with scales", floats)
+    def q():
+        floats()  # raises InputError where these do not fit one another
+        return parts["weight"]()
+
+    def scales():
+        return parts[name]().float().reshape(-1, 1).expand(len(parts["weight"]()), 1)
+
+    stays = not block and parts["weight"]().dtype == torch.float8_e4m3fn
+    stays &= parts[name]().numel() in (1, len(parts["weight"]()))
+    return Matrix("8 bits with scales", floats, 0, *(q, scales) if stays else ())
 
 
 def mxfp4(parts, settings):
@@ -275,8 +292,7 @@ def dequantizing(source, values, path):
         raise InputError(f"{path}: transform_config, which rotates activations, is not computed")
     with errors_of(f"{path}/config.json: quantization_config"):
         inputs = [group.get("input_activations") for group in (settings.get("config_groups") or {}).values()]
-    if any((*inputs, settings.get("kv_cache_scheme"), settings.get("activation_scheme"))):
-        print("activations and the cache stay floats: that quantization_config stores them in 8 bits is not used")
+    in_8_bits = any((*inputs, settings.get("kv_cache_scheme"), settings.get("activation_scheme")))
     grouped, plain, matrices = {}, {}, {}
     for name in source.names():
         read = functools.partial(source.read, name)
@@ -291,4 +307,8 @@ def dequantizing(source, values, path):
             continue
         with errors_of(name):
             matrices[name] = make(parts, settings)
-    return QuantizedWeights(plain, matrices)
+    result = QuantizedWeights(plain, matrices)
+    if in_8_bits:
+        what = "the cache stays" if result.quant == "fp8" else "activations and the cache stay"
+        print(f"{what} floats: that quantization_config stores them in 8 bits is not used")
+    return result

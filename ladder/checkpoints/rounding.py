@@ -5,6 +5,8 @@ N rows and K columns of W, G groups in a row.
 
 import torch
 
+from ladder.kernels.quant_linear import FP8_MAX
+
 PIECE = 2**18  # numbers that are fitted at a time; they fit a processor's cache
 CLIPS, ITERATIONS = (1.0, 0.9, 0.8), 8  # of the fit of scales and zeros
 COMPENSATED_AT_ONCE = 2**24  # numbers; so a head takes no more memory than a layer
@@ -17,6 +19,13 @@ def to_int8(w):
     scales = (w.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
     q = (w / _nonzero(scales.float())).round().clamp(-127, 127)
     return q.to(torch.int8), scales
+
+
+def to_e4m3(w):
+    """Return e4m3 (N, K) and scales (N, 1) bfloat16 for w (N, K) float32; the largest of a row becomes 448."""
+    scales = (w.abs().amax(dim=1, keepdim=True) / FP8_MAX).bfloat16()
+    q = (w / _nonzero(scales.float())).clamp(-FP8_MAX, FP8_MAX)
+    return q.to(torch.float8_e4m3fn), scales
 
 
 def to_int4(w, group_size, dtype=torch.float16, importance=None):

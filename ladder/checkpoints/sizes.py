@@ -89,12 +89,12 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
 
 
 def named_size(text):
-    """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: int8, int4 or int4:GROUP_SIZE."""
-    match = re.fullmatch(r"([\w.-]+?)(?::([1-9]\d*))?(?::(int8|int4(?::\d+)?))?", text)
+    """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: int8, fp8, int4 or int4:GROUP_SIZE."""
+    match = re.fullmatch(r"([\w.-]+?)(?::([1-9]\d*))?(?::(int8|fp8|int4(?::\d+)?))?", text)
     config = SIZES.get(match and match[1])
     if config is None or int(match[2] or 1) > config.n_layers:
         names = ", ".join(sorted(SIZES))
-        words = f"give NAME, NAME:N with N layers, or NAME:N:int8 or int4, of {names}"
+        words = f"give NAME, NAME:N with N layers, or NAME:N:int8, int4 or fp8, of {names}"
         words += did_you_mean(text.partition(":")[0], SIZES) if config is None else ""
         raise InputError(f"--model {text} is no size, or asks for too many layers: {words}")
     quant, _, size = (match[3] or "").partition(":")
@@ -109,13 +109,14 @@ def named_size(text):
 class RandomWeights:
     """Random weights in place of checkpoint.Weights: matrices from N(0, 0.02), biases of 0, norms of factor 1.
 
-    Integers are drawn evenly, with scales that give their floats the same standard deviation.
+    Integers are drawn evenly and e4m3 from N(0, 64), with scales that give their floats the same standard deviation.
     """
 
     def __init__(self, config, device, seed=0):
         self.parameters = dict(build(config).named_parameters())
         self.norm = float(config.norm != "rms+1")
         self.scale = 0.02 * 12**0.5 / (15 if config.quant == "int4" else 254)  # for the same deviation
+        self.scale = 0.02 / 64 if config.quant == "fp8" else self.scale
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def read(self, name):
@@ -126,6 +127,9 @@ class RandomWeights:
             target.fill_(0.0 if name.endswith("bias") else 1.0 if "out_norm" in name else self.norm)
         elif name.endswith(("scales", "zeros")):
             target.fill_(self.scale if name.endswith("scales") else -7.5 * self.scale)
+        elif target.dtype == torch.float8_e4m3fn:
+            numbers = torch.empty(target.shape, dtype=torch.bfloat16, device=target.device)
+            target.copy_(numbers.normal_(0, 64, generator=self.generator).clamp_(-448, 448))
         elif not target.is_floating_point():
             low, high = (0, 256) if target.dtype == torch.uint8 else (-127, 128)
             target.random_(low, high, generator=self.generator)

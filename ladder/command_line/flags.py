@@ -92,7 +92,7 @@ def add_model_flags(parser, required=False):
     which = parser.add_mutually_exclusive_group(required=required)
     which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights (docs/formats.md), e.g. demo")
     words = "random weights of a named size, such as 1b, 8b or 70b, or N layers of it, e.g. 8b:4, or 8b:4:int8"
-    which.add_argument("--model", metavar="NAME[:N][:int8|:int4]", help=words)
+    which.add_argument("--model", metavar="NAME[:N][:int8|:int4|:fp8]", help=words)
     words = "of the weights (default: the checkpoint's, or bfloat16)"
     parser.add_argument("--dtype", choices=checkpoint.DTYPES, help=words)
 
@@ -117,7 +117,9 @@ def add_rank_flags(parser, sharded=False, comm=True):
     if sharded:
         words, numbers = "what each rank gets of the heads, MLP and vocabulary, in proportion: e.g. 3,1", "N,N,..."
         parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
-    parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
+    parser.add_argument(
+        "--device", help="cpu, cuda or cuda:0, which ranks share; default: cuda if each finds a GPU, else cpu"
+    )
     if comm:
         words = "how ranks sum\nauto: shared memory on CPUs of one node, else library\nlibrary: gloo or NCCL\n"
         words += "shared-memory, one-shot: docs/collectives.md"

@@ -8,8 +8,8 @@ from ladder.decoding.batch import last_tokens
 class AsyncScheduler:
     """Does what Runner.step does, for one generation, but always one step ahead.
 
-    The tokens and positions of each step stay on the GPU. Compiled, a step and its sampling are one replay of a CUDA
-    graph.
+    The tokens and positions of each step stay on the GPU. A step and its sampling are one replay of a CUDA graph, if it
+    can hold them.
     """
 
     def __init__(self, runner):
@@ -35,7 +35,8 @@ class AsyncScheduler:
         """
         runner = self.runner
         length, end = runner.cache_length(longest), runner.model.config.max_seq_len - 1  # done rows count up to it
-        key = runner.graphs and getattr(sample, "graph_key", None)  # None: sampling is not captured in a graph
+        captures = runner.graphs and "gathers" not in runner.model.comm.on_host
+        key = captures and getattr(sample, "graph_key", None)  # None: sampling is not captured in a graph
         decode = runner.graphs.step if key else runner.decode_model
 
         def step(tokens, positions):

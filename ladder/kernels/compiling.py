@@ -1,7 +1,4 @@
-"""What --compile takes besides torch.compile: a compiler, and on a GPU kernels for a decode step.
-
-Shape letters: model.py.
-"""
+"""What --compile takes besides torch.compile: a compiler, and on a GPU kernels for a decode step."""
 
 import contextlib
 import copy
@@ -10,16 +7,14 @@ import math
 import time
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ladder.decoding.batch import Sampler, pad
+from ladder.errors import InputError
 from ladder.kernels import compilers
 from ladder.kernels.cpu import decode_modules
-from ladder.kernels.cpu.decode_modules import FEW_POSITIONS
 from ladder.progress import progress
-from model import Attention, attend, cache_slots
+from model import Attention, cache_slots
 
-KEY_BLOCK = 128  # keys in a block, which a row may skip; a multiple of the tiles of PyTorch's kernels
 # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
 # large kernels. Of the C++, only the kernels take time to run: built apart, the rest takes g++ a third of the time.
 CPU_OPTIONS = {
@@ -39,38 +34,13 @@ def prepare(device):
         handler.register_end_callback(lambda _: phase.close())
 
 
-def split_attend(q, k, v, mask, positions, window, score_cap):
-    """Compute what model.attend does, without a score_cap; compiled for a decode step, split a head's keys.
-
-    PyTorch's own kernels that take a mask give one head to one multiprocessor: for a row of the 8b, 8 of an H200's 132
-    would work. flex_attention splits the keys only if it is given blocks of keys: else the whole cache is one block,
-    which the first split gets (torch 2.11, 2.13).
-    """
-    S, T = q.shape[3], mask.shape[-1]
-    if S > FEW_POSITIONS or not torch.compiler.is_compiling():
-        return attend(q, k, v, mask, positions, window, score_cap)
-
-    def visible(row, head, query, key):
-        position = positions[row, query % S]
-        return key <= position if window is None else (key <= position) & (key > position - window)
-
-    # the blocks of keys that each row attends to; a row that is done may be beyond the slots that this pass reads
-    n_blocks, n_queries = -(-T // KEY_BLOCK), q.shape[2] * S
-    start, end = positions[:, :1].clamp(max=T - 1), positions[:, -1:].clamp(max=T - 1)  # (B, 1)
-    first = torch.zeros_like(start) if window is None else (start + 1 - window).clamp(min=0) // KEY_BLOCK
-    last = end // KEY_BLOCK
-    kv_num_blocks = (last - first + 1)[:, None].int()  # (B, 1, 1): all queries of a head are one block
-    kv_indices = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)[:, None, None].int()
-    sizes = {"BLOCK_SIZE": (-(-n_queries // KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK), "seq_lengths": (n_queries, T)}
-    blocks = BlockMask.from_kv_blocks(kv_num_blocks, kv_indices, mask_mod=visible, compute_q_blocks=False, **sizes)
-    return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], block_mask=blocks)
-
-
 def use_decode_kernels(model):
     """Let a model use kernels for a decode step. On a CPU generate.load_model has done so already."""
     if model.device.type == "cpu":
         decode_modules.use_skinny_gemm(model)
         return
+    from ladder.kernels.gpu.split_attention import split_attend  # late: it imports the compiler
+
     for module in model.modules():
         if type(module) is Attention and module.head_dim % 16 == 0 and not module.score_cap:
             module.attend = split_attend
@@ -79,9 +49,11 @@ def use_decode_kernels(model):
 def compiled(model, decode, prefill):
     """Return (the model for decode steps, the model for the prefill), each compiled if asked for.
 
-    Raises InputError as prepare() does.
+    On a GPU the decode steps are Graphs. Raises InputError as prepare() does, and for sums that no graph can hold.
     """
     prepare(model.device)
+    if "sums" in model.comm.on_host:
+        raise InputError("--compile captures sums, and gloo's go through the host: run without, or by --comm one-shot")
     prefill_model = torch.compile(model, fullgraph=True) if prefill else model
     if not decode:
         return model, prefill_model
@@ -91,10 +63,27 @@ def compiled(model, decode, prefill):
     torch.compiler.config.dynamic_sources = "L['cache_length']"
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
     if model.device.type == "cuda":
-        from ladder.kernels.cuda_graphs import Graphs
-
-        return Graphs(model, _compiling), prefill_model
+        return compiled_graphs(model), prefill_model
     return torch.compile(model, fullgraph=True, dynamic=False, options=CPU_OPTIONS), prefill_model
+
+
+def compiled_graphs(model):
+    """Return the Graphs of a model's compiled decode step.
+
+    Only a step of one token is tuned: there the compiler multiplies by kernels of its own. For more it calls cuBLAS,
+    and tuning the rest would only take time.
+    """
+    from ladder.kernels.cuda_graphs import Graphs
+
+    settings = {"fullgraph": True, "dynamic": False}
+    more_rows = torch.compile(model, options={"combo_kernels": True}, **settings)
+    tuned = {"combo_kernels": True, "coordinate_descent_tuning": True}  # tuning may change the last bits of results
+    one_row = torch.compile(model, options=tuned, **settings)
+
+    def step(tokens, *args, **kwargs):
+        return (one_row if tokens.numel() == 1 else more_rows)(tokens, *args, **kwargs)
+
+    return Graphs(step, _compiling)
 
 
 @contextlib.contextmanager
@@ -134,7 +123,7 @@ def compile_ahead(runner, prompts):
 
 @torch.inference_mode()
 def warm_up(runner, prompts, max_new_tokens, sample):
-    """Compile a prefill and the passes that follow it; returns the seconds.
+    """Compile, or on a GPU capture, a prefill and the passes that follow it; returns the seconds.
 
     On a GPU passes of all these lengths are captured, and of the cache_length after them.
     """
@@ -163,6 +152,8 @@ def warm_up_aloud(runner, job):
     """Do what warm_up does for a Job, and say about how long it will take and, at the end, what it gains."""
     say, layers, model = job.world.say, job.config.n_layers, runner.model
     on_cpu = runner.device.type == "cpu"
+    if not runner.compiles:  # a GPU captures its eager step, which takes no compiler
+        return warm_up(runner, job.prompts, job.max_new_tokens, job.sample)
     about = f", about {5 + 1.3 * layers:.0f} s of a core and less if it was compiled before" * on_cpu
     say(f"compiling {layers} layers{about} ...")
     seconds = warm_up(runner, job.prompts, job.max_new_tokens, job.sample)

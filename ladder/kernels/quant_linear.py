@@ -1,10 +1,11 @@
-"""QuantLinear, a linear whose weights are integers of 8 or 4 bits, with its plainest kernels.
+"""QuantLinear, a linear whose weights are integers of 8 or 4 bits or floats of 8, with its plainest kernels.
 
 quant_kernels.py lists all kernels.
 
 W[n, k] = scales[n, g] q[n, k] + zeros[n, g], where q are the integers and g is the group of column k.
 
 int8: q from -127 to 127, one group per row, no zeros.
+fp8: the same with q in e4m3, whose largest is 448. What is multiplied by it becomes e4m3 too, with a scale per token.
 int4: q from 0 to 15, two in a byte, the even column in the lower half. Scales and zeros are float16, or bfloat16 where
 float16 would not hold them (nearest), and in older checkpoints.
 
@@ -18,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 DEQUANTIZED_AT_ONCE = 2**19  # elements of W that become floats at a time: they are still in the cache when multiplied
+FP8_MAX = 448.0  # of e4m3
 INT8_KERNEL_ROWS = 16  # up to so many rows of x PyTorch's int8 kernel for CPUs is used
 
 
@@ -51,7 +53,7 @@ def unpack(weight):
 class QuantLinear(nn.Module):
     """x (..., K) -> x W^T + bias (..., N), computed by `kernel`.
 
-    weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G) are as the checkpoint stores them, until
+    weight (N, K) int8 or e4m3 or (N, K / 2) uint8, scales and zeros (N, G) are as the checkpoint stores them, until
     quant_kernels.use_kernels packs them for another kernel. If it holds the matrices of E experts, these shapes begin
     with E; then it is not called, but read by the kernel of the experts.
     """
@@ -60,14 +62,17 @@ class QuantLinear(nn.Module):
         super().__init__()
         *rows, K = shape
         self.out_features, self.in_features, self.bits = rows[-1], K, 4 if quant == "int4" else 8
-        shape, dtype = ((*rows, K // 2), torch.uint8) if self.bits == 4 else (shape, torch.int8)
+        self.quant = quant
+        dtype = {"int4": torch.uint8, "fp8": torch.float8_e4m3fn}.get(quant, torch.int8)
+        shape = (*rows, K // 2) if self.bits == 4 else shape
         shape_of_scales = (*rows, K // group_size if self.bits == 4 else 1)
         groups = torch.empty(shape_of_scales, dtype=torch.float16 if self.bits == 4 else torch.bfloat16)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
         self.scales = nn.Parameter(groups, requires_grad=False)
         self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if self.bits == 4 else None
         self.bias = nn.Parameter(torch.empty(rows[-1]), requires_grad=False) if bias else None
-        self.kernel = multiply_floats  # (x, this QuantLinear) -> y; quant_kernels.use_kernels chooses another one
+        # (x, this QuantLinear) -> y; quant_kernels.use_kernels chooses another one
+        self.kernel = multiply_fp8 if quant == "fp8" else multiply_floats
 
     def rows(self, index, dtype=None):
         """Return the rows of W at `index` as floats, by default in the scales' dtype; W must not be packed."""
@@ -99,6 +104,22 @@ def multiply_floats(x, linear):
     step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, DEQUANTIZED_AT_ONCE // K)
     y = torch.cat([F.linear(x, linear.rows(slice(i, i + step), x.dtype)) for i in range(0, N, step)], dim=-1)
     return add_bias(y, linear)
+
+
+def to_fp8(x):
+    """Return e4m3 (..., K) and scales (..., 1) float32 for x (..., K): the largest of each row becomes 448."""
+    x = x.float()
+    scales = x.abs().amax(-1, keepdim=True) / FP8_MAX
+    return (x / scales.where(scales != 0, 1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
+
+
+def multiply_fp8(x, linear):
+    """Compute what gpu/fp8.py does, on any device and in any dtype, but slowly, in float32: products are exact."""
+    N, K = max(1, linear.out_features), linear.in_features
+    step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, DEQUANTIZED_AT_ONCE // K)
+    q, scales = to_fp8(x)
+    rows = [F.linear(q.float(), linear.weight[i : i + step].float()) for i in range(0, N, step)]
+    return add_bias((torch.cat(rows, dim=-1) * scales * linear.scales[:, 0].float()).type_as(x), linear)
 
 
 def multiply_int8(x, linear):

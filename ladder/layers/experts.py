@@ -86,7 +86,8 @@ torch.library.impl("ladder::experts", "CUDA", experts_on_a_gpu)
 def multiply(x, chosen, w1, w3, w2):
     """Compute what experts() does, on any device, in the way that suits it."""
     compute = torch.ops.ladder.experts
-    if x.is_cuda and torch.compiler.is_compiling() and len(x) <= FEW_TOKENS:
+    in_graph = torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    if x.is_cuda and in_graph and len(x) <= FEW_TOKENS:
         # an H100 gathers E experts in the time in which it reads all E once, and 2 E of integers, which become floats
         break_even = len(w1.weight) * (1 if w1.weight.is_floating_point() else 2)
         compute = gathered if chosen.numel() < break_even else every

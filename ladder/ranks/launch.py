@@ -15,8 +15,9 @@ from ladder.ranks.world import World, choose_device, rank_and_size
 def join(device=None, flags=None):
     """Join the ranks that torchrun started with this one, if any; returns the World.
 
-    device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Of several ranks each takes the
-    GPU of its LOCAL_RANK, or the only one that it sees if each sees another one, as with Slurm. flags: {name: value} of
+    device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. With "cuda" each of several ranks
+    takes the GPU of its LOCAL_RANK, or the only one that it sees if each sees another one, as with Slurm; with "cuda:1"
+    all share that one, which is for trying them. flags: {name: value} of
     the command line, equal on all ranks; "comm" names one of PROCESS_GROUPS.
     Raises InputError for a device that is not there, and for ranks that were not started alike.
     """

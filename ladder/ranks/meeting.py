@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ladder.checkpoints.compare import digest
 from ladder.errors import InputError
 from ladder.progress import progress
-from ladder.ranks import gloo, store, watch
+from ladder.ranks import gloo, shared_gpu, store, watch
 from ladder.ranks.collectives import collective
 from ladder.ranks.world import World, choose_device, local_rank_and_size, rank_and_size
 
@@ -66,9 +66,11 @@ def meet(device, flags):
     if dist.is_initialized():
         raise InputError("the ranks have met: name the same device in each load()")
     watch.start(rank, tp_size)
-    gpus = world.gather(" ".join(visible_gpus(device)))
+    visible = visible_gpus(device)
+    gpus = world.gather(" ".join(visible))
     own_gpu = [len(str(each).split()) for each in gpus] == [1] * tp_size and len({*gpus}) == tp_size
     world.device = choose_device(device, rank, tp_size, own_gpu)
+    world.devices = world.gather(visible[world.device.index] if world.device.type == "cuda" else f"CPU of {rank}")
     make_group(world, flags)
     world.group = connect(world)
     progress.at("preparation", timed=False)
@@ -76,13 +78,18 @@ def meet(device, flags):
 
 
 def make_group(world, flags):
-    """Compare the ranks, and make torch.distributed's default group: NCCL on GPUs, else gloo. Raises InputError."""
+    """Compare the ranks, and make torch.distributed's default group: NCCL on GPUs, else gloo. Raises InputError.
+
+    Where ranks share a GPU and NCCL refuses that, gloo sums, through the host's memory.
+    """
     _, local = local_rank_and_size(world.rank, world.tp_size)
     # torchrun's number of the node, or what comes close
     world.nodes = world.gather(os.environ.get("GROUP_RANK", str(world.rank // local)))
     world.agree(_start(flags, world.device))
     backend, on_gpu, last_resort = "gloo", {}, timedelta(minutes=30)  # ladder/ranks/watch.py reports hangs sooner
-    if world.device.type == "cuda":  # its kernels run first: the sum of a sublayer is waited for before other work
+    on_gpus = world.device.type == "cuda"
+    if on_gpus and (not world.shares_gpu or shared_gpu.prepare(world)):
+        # its kernels run first: the sum of a sublayer is waited for before other work
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = last_resort  # else each rank warns that this one is the default
         backend, on_gpu = "nccl", {"device_id": world.device, "pg_options": options}
@@ -94,6 +101,8 @@ def make_group(world, flags):
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
     world.group = dist.group.WORLD
+    if backend == "gloo" and on_gpus:
+        world.group = shared_gpu.ThroughHost("gloo", world.group, world.rank, world.tp_size)
 
 
 # of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes

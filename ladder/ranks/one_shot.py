@@ -10,6 +10,7 @@ import torch.distributed._symmetric_memory as symmetric
 from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks.group import Group, Pending
+from ladder.ranks.shared_gpu import ThroughHost
 from ladder.ranks.world import local_rank_and_size
 
 ONE_SHOT = 2**18  # bytes up to which each rank sums the whole tensor; of a larger one, each sums its share for all
@@ -25,7 +26,7 @@ def connect(world):
     _, local = local_rank_and_size(world.rank, world.tp_size)
     if world.device.type != "cuda" or local != world.tp_size or world.tp_size not in (2, 4, 8):
         # of other numbers nobody has shown that all ranks add in the same order
-        raise InputError("--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU")
+        raise InputError("--comm one-shot is for 2, 4 or 8 ranks of one node, on GPUs")
     with world.together():
         try:
             group = OneShotGroup(world.group, world.rank, world.tp_size, world.device)
@@ -55,19 +56,24 @@ def check(group, rank, device):
 class OneShotGroup(Group):
     """A process group whose sums are PyTorch's symmetric-memory kernels, on a stream of their own.
 
-    inner: NCCL's group of the same ranks, which gathers. A kernel waits for its peers at its begin, until all have
-    copied their partials into the buffers, and at its end, until all have read them. So several sums in flight can
-    share one buffer if every rank runs them in the same order: hence the one stream.
+    inner: NCCL's group of the same ranks, which gathers, or gloo's where NCCL refuses ranks that share a GPU. A kernel
+    waits for its peers at its begin, until all have copied their partials into the buffers, and at its end, until all
+    have read them. So several sums in flight can share one buffer if every rank runs them in the same order: hence the
+    one stream.
     """
 
     def __init__(self, inner, rank, tp_size, device):
         super().__init__("one-shot", inner, rank, tp_size)
         self.stream = torch.cuda.Stream(device, priority=-1)  # before the computing beside it, like NCCL's
         self.buffer = symmetric.empty(BUFFER, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(self.buffer, inner.group_name)
+        through_host = isinstance(inner, ThroughHost)
+        self.on_host = inner.on_host - {"sums"} if through_host else frozenset()
+        # symmetric memory knows the groups of torch.distributed, not those in Python
+        self.peers = (inner.inner if through_host else inner).group_name
+        symmetric.rendezvous(self.buffer, self.peers)
 
     def allreduce(self, tensors, opts=None):
-        [tensor], ops, group = tensors, torch.ops.symm_mem, self.inner.group_name
+        [tensor], ops, group = tensors, torch.ops.symm_mem, self.peers
         if tensor.nbytes > BUFFER or tensor.dtype == torch.float16:  # which no kernel sums
             return self.inner.allreduce(tensors, opts)
         whole, shared = tensor.view(-1), self.buffer[: tensor.nbytes].view(tensor.dtype)

@@ -136,7 +136,7 @@ class Watch(threading.Thread):
         """End the run if for longer than the timeout a rank gave no sign of life, or no rank made progress while all
         should. processes: {rank: the result of read_process} of this node."""
         self.still += 1
-        on_gpus = dist.is_initialized() and dist.get_backend() == "nccl"
+        on_gpus = torch.cuda.is_initialized()
         for rank, (old, new) in enumerate(zip(self.seen, seen, strict=True)):
             # a library that holds the GIL keeps even the publishing thread from running
             before, self.cpu[rank] = self.cpu[rank], max(new.cpu, processes.get(rank, (True, 0))[1])

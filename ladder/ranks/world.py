@@ -22,9 +22,10 @@ def local_rank_and_size(rank, tp_size):
 class World:
     """The ranks of a run, as join() returns them: this process alone, or the JoinedWorld of ladder/ranks/meeting.py.
 
-    group: the process group of the model's collectives, or None for a single device. nodes: the name of each rank's
-    node. shares: what each rank holds of a model, in proportion to the others. A process alone may simulate a rank of
-    several, to measure it: it has their tp_size and a group. Raises InputError for shares of another number of ranks.
+    group: the process group of the model's collectives, or None for a single device. nodes, devices: the names of each
+    rank's node and of its device, which is equal where ranks share a GPU. shares: what each rank holds of a model, in
+    proportion to the others. A process alone may simulate a rank of several, to measure it: it has their tp_size and a
+    group. Raises InputError for shares of another number of ranks.
     """
 
     alone = True  # whether this process has no peers
@@ -36,8 +37,10 @@ class World:
             raise InputError(f"{numbers}: give one for each rank that torchrun starts")
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
         self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
+        self.devices = range(tp_size)
 
     simulated = property(lambda self: self.alone and self.tp_size > 1)
+    shares_gpu = property(lambda self: len({*self.devices}) < self.tp_size, doc="Whether any ranks share a GPU.")
 
     def gather(self, value):
         """Return the values of all ranks, in the order of ranks. A value is what JSON holds; tuples become lists."""
@@ -65,14 +68,16 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
     local_rank, local = local_rank_and_size(rank, tp_size)
     if device is None:
         device = "cuda" if own_gpu or 0 < local < len(known) else "cpu"
+        share = " (to try several on one: --device cuda:0)" * (len(known) > 1)
         hidden = os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ
         if device == "cpu" and local_rank == 0 and (hidden or len(known) > 1):
             words = f"PyTorch {torch.__version__} sees {len(known) - 1} GPUs for {local} ranks here"
-            print(f"running on the CPU: {words}; each rank needs one", file=sys.stderr)
-    if device == "cuda" or (device.startswith("cuda:") and tp_size > 1):
+            print(f"running on the CPU: {words}; each rank needs one{share}", file=sys.stderr)
+    if device == "cuda":
         device = f"cuda:{local_rank if tp_size > 1 and not own_gpu else 0}"
     if device not in known:
-        raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
+        share = "; --device cuda:0 lets ranks share that one, to try them" * (local > len(known) - 1 > 0)
+        raise InputError(f"no such device: {device}; this machine has {', '.join(known)}{share}")
     if device != "cpu":
         try:
             torch.cuda.set_device(torch.device(device))

@@ -1,0 +1,158 @@
+"""fp8: e4m3 weights with a scale per row, activations with a scale per token."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+from helpers import BASE, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows
+from reference import Reference
+
+import quantize
+import tp
+from ladder.checkpoints import checkpoint, rounding, sizes, writing
+from ladder.errors import InputError
+from ladder.kernels import quant_kernels, quant_linear
+from ladder.kernels.gpu import fp8
+
+CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160, quant="fp8")
+NUMBERS = [i for i in range(256) if i & 127 != 127]  # the bits of e4m3 but NaN
+
+
+def value(bits):
+    """What the bits of e4m3 stand for, by the definition: 1 of sign, 4 of exponent (bias 7), 3 of mantissa."""
+    sign, exponent, mantissa = -1 if bits & 128 else 1, bits >> 3 & 15, bits & 7
+    return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2 ** (exponent - 7))
+
+
+VALUES = torch.tensor(sorted(map(value, NUMBERS)), dtype=torch.float64)
+
+
+def state_of(config):
+    state = random_model(dataclasses.replace(config, quant=None, not_quantized=())).state_dict()
+    read = quantize.quantized(types.SimpleNamespace(read=state.get), config)
+    return {name: read(name) for name in writing.shapes(config)}
+
+
+def make_linear(N, K, bias=False, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    linear = quant_linear.QuantLinear((N, K), "fp8", None, bias)
+    weight, scales = rounding.to_e4m3(torch.randn(N, K, generator=g) * torch.logspace(-3, 3, N)[:, None])
+    linear.weight.copy_(weight)
+    linear.scales.copy_(scales)
+    if bias:
+        linear.bias = torch.nn.Parameter(100 * torch.randn(N, generator=g).bfloat16(), requires_grad=False)
+    return linear
+
+
+def test_weights_are_the_nearest_numbers_of_e4m3():
+    w = torch.randn(30, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 30)[:, None]
+    w[3] = 0
+    q, scales = rounding.to_e4m3(w)
+    assert q.dtype == torch.float8_e4m3fn and scales.dtype == torch.bfloat16 and scales.shape == (30, 1)
+    assert q.view(torch.uint8).flatten().tolist()[:5] and torch.equal(q.double(), q.view(torch.uint8).double().apply_(
+        lambda bits: value(int(bits))))  # fmt: skip
+    exact, s = w.double(), scales.double()
+    nearest = (VALUES * s[..., None] - exact[..., None]).abs().amin(-1)
+    assert ((q.double() * s - exact).abs() <= nearest + 1e-6 * exact.abs()).all() and (q[3].double() == 0).all()
+    assert (q.double().abs().amax(1)[[0, 1, 2, 4]] >= 416).all()  # the range is used
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_that_of_scaled_tokens(bias, monkeypatch):
+    """Of unequal rows; what is stored is searched in a table of e4m3, and multiplied in float64."""
+    monkeypatch.setattr(quant_linear, "DEQUANTIZED_AT_ONCE", 700)  # several pieces of the matrix
+    linear = make_linear(48, 64, bias)
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-4, 2, 5)[:, None]
+    x[1, 2] = 0
+    s = x.double().abs().amax(-1, keepdim=True) / 448
+    q = VALUES[(VALUES - (x.double() / s.where(s > 0, 1))[..., None]).abs().argmin(-1)]
+    w = linear.weight.double() * linear.scales.double()
+    exact = (q * s) @ w.T + (linear.bias.double() if bias else 0)
+    size = (q * s).abs() @ w.abs().T + (linear.bias.double().abs() if bias else 0)
+    for dtype, error in (torch.float32, 2**-18), (torch.bfloat16, None):
+        y = linear(x.to(dtype))
+        assert y.dtype == dtype
+        if error:  # few ties are rounded another way by float32
+            assert ((y.double() - exact).abs() <= error * size + 2**-4 * s * w.abs().amax(1)).all()
+            assert ((y.double() - exact).abs() <= error * size).double().mean() > 0.98
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_kernel_of_a_gpu_computes_the_same(bias, monkeypatch):
+    """PyTorch's, which also has a form for CPUs; not where shape or GPU do not fit."""
+    linear, odd = make_linear(48, 64, bias), make_linear(40, 64)
+    for capability, used in ((8, 6), False), ((8, 9), True):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        x = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+        x *= torch.arange(1, 8)[:, None]
+        linear.kernel = quant_linear.multiply_fp8
+        expected = linear(x)
+        fp8.use_scaled_mm([linear, odd])
+        assert (linear.kernel is fp8.multiply_scaled) == used and odd.kernel is quant_linear.multiply_fp8
+        assert (linear(x).float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+
+
+def weights_only(config):
+    """Logits of unequal rows by float64, with the numbers of the weights, and activations as they are."""
+    state = state_of(config)
+    exact = {n: t.double() for n, t in state.items() if not n.endswith(".scales")}
+    exact |= {n: t * state[f"{n[:-7]}.scales"].double() for n, t in exact.items() if f"{n[:-7]}.scales" in state}
+    if config.tie_embeddings:
+        exact["output.weight"] = exact["tok_embeddings.weight"]
+    reference, rows = Reference(config, exact), zip(*unequal_rows(config), strict=True)
+    return torch.stack([torch.from_numpy(reference.logits(row[:length]))[-4:] for row, length in rows])
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"tie_embeddings": True}, {"not_quantized": ("output", "w2"), "qkv_bias": True, "wiring": "ladder"},
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_computes_what_its_weights_say_but_for_rounded_activations(changes, dtype):
+    config = dataclasses.replace(CONFIG, **changes)
+    net = shard(config, None, dtype, state_of(config))
+    quant_kernels.use_kernels(net, "cpu")
+    exact, logits = weights_only(config), last_logits(net, *unequal_rows(config))
+    assert (logits.double() - exact).norm() < 0.08 * exact.norm()
+    assert (logits[0].double() - exact[1]).norm() > 0.5 * exact[1].norm()  # another row's are far
+
+
+def rank_logits(world, config):
+    return last_logits(shard(config, world, torch.float32, state_of(config)), *unequal_rows(config))
+
+
+@pytest.mark.parametrize("shares", [2, 3, 4, (3, 1)], ids=str)
+def test_any_tp_computes_nearly_what_one_device_does(shares):
+    """Each rank scales its own columns of a token, so that these are rounded another way; all ranks agree."""
+    config = dataclasses.replace(CONFIG, wiring="ladder")
+    expected = rank_logits(None, config)
+    first, *others = run_ranks(shares, rank_logits, config)
+    assert all(torch.equal(first, other) for other in others)
+    assert (first - expected).norm() < 0.08 * expected.norm()
+
+
+def test_ranks_get_neurons_in_multiples_of_16():
+    """Which the kernel of a GPU wants, as long as each gets some."""
+    cuts = [tp.shard_plan(CONFIG, rank, (1,) * 3)["w2"][1][0][0] for rank in range(3)]
+    assert cuts == [0, 64, 112]
+    assert tp.neuron_unit(dataclasses.replace(CONFIG, intermediate_size=100), 100, (1, 1)) == 1
+
+
+def test_random_weights_have_the_deviation_of_floats():
+    config = sizes.named_size("1b:1:fp8")
+    weights = sizes.RandomWeights(config, "cpu")
+    linear = quant_linear.QuantLinear((300, 200), "fp8", None)
+    weights.fill(linear.weight, "layers.0.attention.wo.weight")
+    weights.fill(linear.scales, "layers.0.attention.wo.scales")
+    w = linear.rows(slice(None)).float()
+    assert w.std().item() == pytest.approx(0.02, rel=0.05) and checkpoint.all_finite(linear.weight)
+
+
+def test_bad_tensors_are_refused(monkeypatch):
+    state = state_of(CONFIG)
+    name = "layers.1.attention.wo.weight"
+    nan = state[name].view(torch.uint8).clone()
+    nan[3, 5] = 255
+    for tensor, words in (nan.view(torch.float8_e4m3fn), "NaN or infinite"), (state[name].bfloat16(), "holds bfloat16"):
+        with pytest.raises(InputError, match=f"tensor {name} {words}|tensor {name} holds {words}"):
+            tp.load_shard(CONFIG, StateWeights({**state, name: tensor}), torch.bfloat16, "cpu")
