@@ -14,9 +14,9 @@ demo: .venv/requirements.txt
 GGUF := checkpoints/SmolLM2-135M-Instruct.Q4_1.gguf
 smollm2: checkpoints/smollm2/config.json
 	.venv/bin/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node=2 generate.py \
-		--checkpoint checkpoints/smollm2 --chat --prompt "Why is the sky blue?" --max-new-tokens 60 --temperature 0
+		--checkpoint checkpoints/smollm2 --chat --prompt "What is the capital of France?" --max-new-tokens 60 --temperature 0
 	@printf '%s\n' '' 'To go on, . .venv/bin/activate, then' \
-		'to chat:     python generate.py --checkpoint checkpoints/smollm2 --chat' \
+		'to chat:     python generate.py --checkpoint checkpoints/smollm2 --chat --temperature 0' \
 		'to serve it: make serve && python serve.py --checkpoint checkpoints/smollm2' \
 		'to score it: python eval.py --checkpoint checkpoints/smollm2 --text demo/story.txt' \
 		'layers 20 to 27 as a ladder, without retraining:' \

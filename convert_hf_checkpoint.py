@@ -203,7 +203,10 @@ def main(argv=None):
     args = p.parse_args(argv)
     outputs.check_absent_first(args.out)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
-        raise InputError(f"--tokenizer {args.tokenizer}: no such file")
+        what = (
+            "a folder: give a file in it, such as tokenizer.model" if os.path.isdir(args.tokenizer) else "no such file"
+        )
+        raise InputError(f"--tokenizer {args.tokenizer}: {what}")
     weights, own, folder = open_source(args.source, args.revision, with_tokenizer=not args.tokenizer)
     quantized = getattr(weights, "quantized", None)
     if quantized and quantized.quant and not args.to_float:
