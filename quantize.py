@@ -191,6 +191,8 @@ def main(argv=None):
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")
     args = p.parse_args(argv)
     outputs.check_absent_first(args.out)
+    if args.text and args.mode != "int4":
+        raise InputError(f"--text is for int4, not for --mode {args.mode}")
     config, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     not_quantized = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
@@ -208,12 +210,12 @@ def main(argv=None):
     if not any(name.endswith("scales") for name in sizes):
         raise InputError(f"--keep {args.keep} leaves nothing to quantize")
     n, total = sum(name.endswith("scales") for name in sizes), sum(before.values())
+    print(f"quantizing {n} matrices, of {total / 1e6:,.1f} MB in all, to {args.mode} ...", file=sys.stderr, flush=True)
     if args.mode == "int4" and args.text != "none":
         text = "a text that the model writes now" if args.text is None else args.text
         print(
             f"with the errors that {text} shows: some 9 minutes for 10^9 weights (--text none: less)", file=sys.stderr
         )
-    print(f"quantizing {n} matrices, of {total / 1e6:,.1f} MB in all, to {args.mode} ...", file=sys.stderr, flush=True)
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
     with outputs.new_folder(args.out) as folder:
         writing.write_config(folder, new)

@@ -44,6 +44,8 @@ def check(c):
         mixture.check(c)
     elif given := [n for n in EXPERT_FIELDS if getattr(c, n)] + ["wiring farskip"] * (c.parsed.name == "farskip"):
         raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
+    if c.router != "softmax" and not c.n_experts:
+        raise InputError(f"router {c.router!r} is for a mixture of experts, which has n_experts")
     check_quantization(c)
     if c.named_wiring.model:
         c.named_wiring.model.check(c)
@@ -80,9 +82,12 @@ def check_quantization(c):
         columns |= {"wqkvz": {c.dim}, "wout": {c.linear_attention["value_heads"] * c.linear_attention["value_dim"]}}
     if c.int8 and c.quant != "int4":
         raise InputError("int8 names matrices of a model whose quant is int4")
+    if both := {*c.int8} & {*c.not_quantized}:
+        raise InputError(f"{both.pop()} is in int8 and in not_quantized, too")
     for name in (*c.not_quantized, *c.int8):
         if name not in columns:
-            raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
+            what = f"give {name!r} 8 bits" if name in c.int8 else f"keep {name!r} from being quantized"
+            raise InputError(f"cannot {what}; known: {', '.join(columns)}")
         if name == "output" and c.tie_embeddings:
             raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
     if c.tie_embeddings:

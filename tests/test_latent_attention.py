@@ -147,7 +147,17 @@ BAD = [
     ({"n_group": 3}, {}, "n_group 3, of which 2 are chosen, do not divide num_experts 8"),
     ({"n_group": 8}, {}, "n_group 8, of which 2 are chosen, do not divide num_experts 8"),
     ({"topk_group": 1, "num_experts_per_tok": 3}, {}, "num_experts_per_tok 3 are more than 1 groups have"),
-    ({"kv_lora_rank": None}, {}, "kv_lora_rank is null, but it has q_lora_rank"),
+    ({"kv_lora_rank": None}, {}, "kv_lora_rank is null but must be a whole number above 0"),
+    ({"moe_intermediate_size": None}, {}, "moe_intermediate_size is null but must be a number above 0"),
+    ({"n_routed_experts": None}, {}, "router 'sigmoid' is for a mixture of experts"),
+    ({"scoring_func": "softmax"}, {}, "scoring_func 'softmax' is not supported, only 'sigmoid' is"),
+    ({"topk_method": "greedy"}, {}, "topk_method 'greedy' is not supported, only 'noaux_tc' is"),
+    ({"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0, "rope_theta": 500.0}}, {}, "mscale_all_dim nee"),
+    ({"architectures": ["InstellaMoEForCausalLM"], "new_key": 1}, {}, "new_key 1 is unknown"),
+    (
+        {"architectures": ["InstellaMoEForCausalLM"], "farskip": True, "ladder_layers": [1]}, {},
+        "both farskip and ladder_layers",
+    ),
     ({"kv_lora_rank": 16}, {}, r"kv_a_proj_with_mqa.weight: .*the config makes it \(24, 48\)"),
     ({"num_attention_heads": 8, "num_key_value_heads": 8}, {}, r"does not make the \(160, 48\) of the config"),
     ({}, {"model/layers/1/mlp/gate/e_score_correction_bias": None}, "has no tensor .*expert_bias"),
@@ -161,6 +171,18 @@ def test_bad_folders_are_one_line(values, tensors, words, tmp_path):
     change_tensors(tmp_path / "hf", **tensors)
     with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
         convert(tmp_path / "hf", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("values, words", [
+    ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported, only greedy and group_limited_greedy are"),
+    ({"rope_interleave": False}, "rope_interleave False is not supported, only True is"),
+    ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+])  # fmt: skip
+def test_deepseek_v2_is_not_read_as_v3(values, words, tmp_path):
+    hf_model(FAMILIES["deepseek v2"]).save_pretrained(tmp_path / "hf")
+    edit(tmp_path / "hf", **values)
+    with pytest.raises(InputError, match=words):
+        huggingface.config_from_hf(tmp_path / "hf" / "config.json")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,11 +12,12 @@ REQUIRED = (  # keys that a config.json must have unless its family has a defaul
     "max_position_embeddings",
 )  # fmt: skip
 HARMLESS = {  # transformers' classes have these, but a text's logits do not depend on them
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype", "embd_pdrop",
-    "hidden_dropout", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "num_mtp_layers",
-    "num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-    "pretraining_tp", "problem_type", "qk_head_dim", "quantization_config", "resid_pdrop", "residual_dropout",
-    "return_dict", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward",
+    "dtype", "embd_pdrop", "ep_size", "hidden_dropout", "id2label", "initializer_range", "is_encoder_decoder",
+    "label2id", "num_mtp_layers", "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "qk_head_dim", "quantization_config",
+    "resid_pdrop", "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
+    "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 ONLY_VALUES = {  # the one value that is computed of a key that transformers reads in every family, unless it is listed
     "is_causal": True, "partial_rotary_factor": 1.0, "truncate": True, "per_layer_config": None,
@@ -84,7 +85,7 @@ DEEPSEEK = {  # keys of DeepSeek V3; only DeepSeek V2 reads topk_method
     "max_position_embeddings": 4096,
 }  # fmt: skip
 DEEPSEEK_ONLY = {"attention_bias": False, "moe_layer_freq": 1}
-SIGMOID = {"router": "sigmoid"}
+SIGMOID, SIGMOID_ONLY = {"router": "sigmoid"}, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 OLMO_NORMS = {"qk_norm": True, "whole_qk_norm": True, "input_norms": False, "post_norms": True}
 FAMILIES = {
     "llama": Family({**LLAMA, **BIASES, "max_position_embeddings": 2048}),
@@ -140,15 +141,20 @@ FAMILIES = {
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     }, GATED),
     "deepseek_v2": Family({
-        **DEEPSEEK, "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 0, "moe_intermediate_size": 1407,
+        **{key: value for key, value in DEEPSEEK.items() if key != "rope_interleave"},
+        "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 0, "moe_intermediate_size": 1407,
         "n_group": None, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
         "num_experts_per_tok": None, "routed_scaling_factor": 1.0, "topk_group": None, "topk_method": "greedy",
         "max_position_embeddings": 2048,
-    }, {"router": "softmax in float32"}, only={**DEEPSEEK_ONLY, "mlp_bias": False, "norm_topk_prob": False}),
-    "deepseek_v3": Family(DEEPSEEK, SIGMOID, only={**DEEPSEEK_ONLY, "gated_attention": False, "farskip": False}),
+    }, {"router": "softmax in float32"}, only={
+        **DEEPSEEK_ONLY, "mlp_bias": False, "norm_topk_prob": False, "rope_interleave": True, "scoring_func": "softmax",
+    }),
+    "deepseek_v3": Family(DEEPSEEK, SIGMOID, only={
+        **DEEPSEEK_ONLY, **SIGMOID_ONLY, "gated_attention": False, "farskip": False,
+    }),
     # AMD's, with DeepSeek V3's model_type: known by its architectures
     "instella_moe": Family({**DEEPSEEK, "gated_attention": True, "farskip": True}, SIGMOID, only={
-        **DEEPSEEK_ONLY, "farskip_start_idx": 0, "farskip_end_idx": 1e4, "attn_only_farskip": False,
+        **DEEPSEEK_ONLY, **SIGMOID_ONLY, "farskip_start_idx": 0, "farskip_end_idx": 1e4, "attn_only_farskip": False,
         "mlp_only_farskip": False,
     }),
     "glm4_moe": Family({
@@ -157,12 +163,13 @@ FAMILIES = {
         "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False,
         "attention_out_bias": False,
-    }, SIGMOID),
+    }, SIGMOID, only=SIGMOID_ONLY),
     "glm4_moe_lite": Family({
-        **DEEPSEEK, "max_position_embeddings": 202752, "mlp_layer_types": None, "moe_intermediate_size": 1536,
+        **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
+        "max_position_embeddings": 202752, "mlp_layer_types": None, "moe_intermediate_size": 1536,
         "n_group": 1, "n_routed_experts": 64, "num_experts_per_tok": 4, "q_lora_rank": 768, "qk_nope_head_dim": 192,
         "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "topk_group": 1, "v_head_dim": 256,
-    }, SIGMOID, only=DEEPSEEK_ONLY),
+    }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY, "first_k_dense_replace": 1}),
     "smollm3": Family({
         **COMMON, **BIASES, "tie_word_embeddings": True, "no_rope_layers": None, "no_rope_layer_interval": 4,
         "use_sliding_window": False, "sliding_window": None, "layer_types": None,

@@ -65,15 +65,21 @@ def deepseek_values_from_hf(hf):
     layers, types = range(hf["num_hidden_layers"]), hf.get("mlp_layer_types")
     if types and (len(types) != len(layers) or not {*types} <= {"dense", "sparse"}):
         raise InputError(f"mlp_layer_types must name dense or sparse for each of {len(layers)} layers")
-    method = hf.get("topk_method") or "noaux_tc"
-    if method not in ("noaux_tc", "greedy", "group_limited_greedy"):
-        raise InputError(f"topk_method {method!r} is not supported, only greedy, group_limited_greedy and noaux_tc are")
-    groups = hf["n_group"] if method != "greedy" and (hf["n_group"] or 1) > 1 else None
+    for key in "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor":
+        if hf[key] is None:
+            raise InputError(f"{key} is null but must be a number above 0")
+    method = hf.get("topk_method", "noaux_tc")  # which only DeepSeek V2 reads
+    if method not in ("noaux_tc", "greedy", "group_limited_greedy") or method == "noaux_tc" and "topk_method" in hf:
+        raise InputError(f"topk_method {method!r} is not supported, only greedy and group_limited_greedy are")
+    groups, first = (
+        hf["n_group"] if method != "greedy" and (hf["n_group"] or 1) > 1 else None,
+        hf.get("first_k_dense_replace", 1),
+    )
     return {
         "n_experts": hf["n_routed_experts"], "experts_per_token": hf["num_experts_per_tok"],
         "expert_size": hf["moe_intermediate_size"], "renormalize_experts": hf["norm_topk_prob"],
         "shared_expert_size": (hf["n_shared_experts"] or 0) * hf["moe_intermediate_size"] or None,
-        "dense_layers": tuple(i for i in layers if (types[i] == "dense" if types else i < hf["first_k_dense_replace"])),
+        "dense_layers": tuple(i for i in layers if (types[i] == "dense" if types else i < (first or 0))),
         "expert_groups": groups, "chosen_groups": hf["topk_group"] if groups else None,
         "expert_scale": hf["routed_scaling_factor"],
     }  # fmt: skip

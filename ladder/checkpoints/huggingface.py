@@ -91,7 +91,7 @@ def read_hf(values):
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already, which needs no conversion")
     check_values(values, {"num_hidden_layers", "rope_scaling", "rope_parameters"})
-    if "InstellaMoEForCausalLM" in (values.get("architectures") or []):
+    if family == "deepseek_v3" and values.get("architectures") == ["InstellaMoEForCausalLM"]:
         family = "instella_moe"
     if "laneformer" in str(family).lower():  # Kog's
         family, values = "ministral", laneformer.laneformer_as_ministral(values)
@@ -121,7 +121,7 @@ def read_hf(values):
             if key not in names | harmless and value is not None:
                 ignored[prefix + repr(key)[1:-1]] = value
         results.append({key: value for key, value in given.items() if key in names})
-    if ignored and "laneformer" in values:  # transformers does not have its code, which may read the key
+    if ignored and ("laneformer" in values or family == "instella_moe"):  # code that is not in transformers may read it
         key, value = ignored.popitem()
         words = "drop it from config.json if what the model computes does not depend on it"
         raise InputError(f"{key} {reprlib.repr(value)} is unknown: {words}")
@@ -184,6 +184,8 @@ def our_values(hf):
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
     has_linear = "linear_num_key_heads" in hf
     linear = linear_attention.values_from_hf(hf) if has_linear else {}
+    if hf.get("farskip") and hf["ladder_layers"]:
+        raise InputError("config.json has both farskip and ladder_layers, which are two wirings: drop one")
     latent = latent_attention.values_from_hf(hf) if "kv_lora_rank" in hf else {}
     n_experts = (
         hf.get("n_routed_experts") or hf.get("num_experts") or hf.get("num_local_experts")
@@ -203,10 +205,9 @@ def our_values(hf):
         "nope_layers": nope_layers_from_hf(hf),
         "bos_id": None if hf["bos_token_id"] == -1 else hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
-        "wiring": hf.get("wiring")
-        or ("farskip" if hf.get("farskip") else None)
-        or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
+        "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
         **FAMILIES[family].values, **hf.get("laneformer", {}), **linear, **latent, **experts,
+        **({"wiring": "farskip"} if hf.get("farskip") else {}),
     }  # fmt: skip
 
 
@@ -302,7 +303,7 @@ class LlamaWeights:
         values = read_json(path)
         hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
-        self.interleaved = hf.get("rope_interleave")
+        self.interleaved = hf.get("rope_interleave", True)
         norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
         self.own_context = hf["max_position_embeddings"]
         if config.n_experts:

@@ -86,6 +86,7 @@ def second_moments(x):
     order, the upper Cholesky factor of the inverse of the damped second moments (K, K).
     """
     x = x.flatten(0, -2)
+    x = x / (x.abs().amax() or 1.0)  # their size does not matter, but their squares must not overflow
     importance = x.square().mean(0)
     order, mean = importance.argsort(descending=True), importance.mean().item() or 1.0
     x = x[:, order]
@@ -98,6 +99,8 @@ def second_moments(x):
             root, error = torch.linalg.cholesky_ex(torch.cholesky_inverse(root), upper=True)
         if not error:
             break
+    if error:  # as if no two columns were alike
+        root = torch.eye(len(order))
     return damped, order, root
 
 

@@ -78,32 +78,32 @@ class LatentAttention(nn.Module):
         if metadata.query_scale is not None:
             q = (q * metadata.query_scale).type_as(q)
         keys = rotate(keys[:, None, None], *metadata.rope).squeeze(2)  # (B, 1, S, R), of all heads
-        memory = torch.cat((self.kv_a_norm(latents)[:, None], keys), -1)  # (B, 1, S, L + R)
+        cached = torch.cat((self.kv_a_norm(latents)[:, None], keys), -1)  # (B, 1, S, L + R)
         mask, scale = metadata.mask, (X + R) ** -0.5
         if cache is not None:
-            cache[0][metadata.rows, :, metadata.positions] = memory.transpose(1, 2)
+            cache[0][metadata.rows, :, metadata.positions] = cached.transpose(1, 2)
             if mask is not None:  # else each row begins here, and the keys are those of this pass
-                memory = cache[0][:, :, : mask.shape[-1]]
+                cached = cache[0][:, :, : mask.shape[-1]]
         if mask is not None and q.shape[2] <= self.most_absorbed:
-            y = self.attend_to_latents(q, memory, mask, scale)
+            y = self.attend_to_latents(q, cached, mask, scale)
         else:
-            expanded, N = self.wkv_b(memory[:, 0, :, :L]), q.shape[1]  # (B, T', N X + N Y)
+            expanded, N = self.wkv_b(cached[:, 0, :, :L]), q.shape[1]  # (B, T', N X + N Y)
             k, v = (w.unflatten(-1, (N, -1)).transpose(1, 2) for w in expanded.split([N * X, N * Y], -1))
-            k = torch.cat((k, memory[..., L:].expand(*k.shape[:-1], R)), -1)
+            k = torch.cat((k, cached[..., L:].expand(*k.shape[:-1], R)), -1)
             v = F.pad(v, (0, max(0, X + R - Y)))  # PyTorch's fast kernels want keys and values of one width
             visible = {"is_causal": True} if mask is None else {"attn_mask": mask[:, None]}
             y = F.scaled_dot_product_attention(q, k, v, scale=scale, **visible)[..., :Y]
         y = y.transpose(1, 2).flatten(2)  # (B, S, N Y)
         return self.wo(y if self.wgate is None else y * self.wgate(x).sigmoid())
 
-    def attend_to_latents(self, q, memory, mask, scale):
-        """Return the heads' outputs (B, N, S, Y) of q (B, N, S, X + R) and memory (B, 1, T', L + R): "absorbed"."""
+    def attend_to_latents(self, q, cached, mask, scale):
+        """Return the heads' outputs (B, N, S, Y), "absorbed". q: (B, N, S, X + R), cached: (B, 1, T', L + R)."""
         L, X, R, _ = self.sizes
         queries, rotated = q.split([X, R], -1)
-        q = torch.cat((self.to_latents(queries), rotated), -1)  # (B, N, S, L + R)
-        scores = (q.flatten(1, 2) @ memory[:, 0].mT).float() * scale  # (B, N S, T')
+        q = torch.cat((self.to_latents(queries), rotated), -1) * scale  # (B, N, S, L + R)
+        scores = (q.flatten(1, 2) @ cached[:, 0].mT).float()  # (B, N S, T')
         scores = scores.unflatten(1, q.shape[1:3]).masked_fill(~mask[:, None], -torch.inf).softmax(-1).type_as(q)
-        y = (scores.flatten(1, 2) @ memory[:, 0, :, :L]).unflatten(1, q.shape[1:3])  # (B, N, S, L)
+        y = (scores.flatten(1, 2) @ cached[:, 0, :, :L]).unflatten(1, q.shape[1:3])  # (B, N, S, L)
         return self.to_values(y)
 
     def to_latents(self, q):
@@ -169,10 +169,14 @@ def values_from_hf(hf):
     settings, rope, scale = {name: hf[key] for name, key in HF_KEYS.items()}, hf["rope_scaling"], None
     if hf["num_key_value_heads"] not in (None, hf["num_attention_heads"]):
         raise InputError("num_key_value_heads must be num_attention_heads, since all heads share one latent")
+    if missing := [HF_KEYS[name] for name, value in settings.items() if value is None and name != "query_rank"]:
+        raise InputError(f"{missing[0]} is null but must be a whole number above 0")
     key_dim, rope_dim = settings["key_dim"], settings["rope_dim"]
     if hf["head_dim"] not in (None, rope_dim, key_dim + rope_dim):
         raise InputError(f"head_dim {hf['head_dim']} is neither qk_rope_head_dim nor that plus qk_nope_head_dim")
     if rope.get("mscale_all_dim") and rope.get("rope_type", rope.get("type", "default")) != "default":
+        if not rope.get("factor"):
+            raise InputError("mscale_all_dim needs a factor beside it")
         scale = (0.1 * rope["mscale_all_dim"] * math.log(max(1.0, rope["factor"])) + 1) ** 2  # of the scores
     return {
         "latent_attention": settings, "head_dim": key_dim + rope_dim, "n_kv_heads": hf["num_attention_heads"],
