@@ -33,6 +33,23 @@ def read_configs(args):
         if each.linear_layers:
             raise InputError("linear_layers cannot be trained: a state would go on to the next text of a window")
         check_lanes(each)
+    if args.train != "all" or args.align_steps:
+        flag = f"--train {args.train}" if args.train != "all" else "--align-steps"
+        if (
+            args.fresh
+            or args.plain
+            or not args.distill
+            or os.path.realpath(args.distill) != os.path.realpath(args.checkpoint)
+        ):
+            raise InputError(f"{flag} takes a --wiring that changes and the checkpoint itself as the teacher")
+        if len({len(w.block_sublayers) * w.blocks for w in (*own.layer_wirings, *config.layer_wirings)}) > 1 or any(
+            each.named_wiring.blocks > 1 or each.fixed_lanes for each in (own, config)
+        ):
+            raise InputError(
+                f"{flag} takes a wiring with the sublayers of {own.wiring}, such as ladder, not {config.wiring}"
+            )
+        if args.align_steps >= args.steps:
+            raise InputError(f"--align-steps {args.align_steps} must be less than --steps {args.steps}")
     if teacher:
         check_vocabulary(config, args.checkpoint, teacher, args.distill, f"--distill {args.distill}")
     return config, teacher
