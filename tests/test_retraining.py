@@ -3,13 +3,15 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
-from helpers import BASE, GEMMA, random_model, run_ranks, write_model
-from test_training import _train, check_alike, check_resumption, fresh, losses_of, retrain, trainee_like  # noqa: F401
+from helpers import BASE, GEMMA, p_value, random_model, run_ranks, write_model
+from test_training import Letters, _train, check_alike, check_resumption, fresh, losses_of, retrain, trainee_like  # noqa: F401
 
-from extras.training import adapt, choose, data, partials
+from extras.training import adapt, choose, data, own_text, partials
 from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import attention_metadata
 from model import interleave, rewired
@@ -169,3 +171,66 @@ def test_aligned_ranks_give_the_losses_of_one(retrain, tmp_path):  # noqa: F811
 @pytest.mark.slow
 def test_aligned_it_resumes_with_the_same_losses(retrain, tmp_path, monkeypatch):  # noqa: F811
     check_resumption([*retrain, *HOW], tmp_path, monkeypatch)
+
+
+# Own text
+
+
+def _write_own(world, path, folder, n):
+    flags = ["--checkpoint", folder, "--valid", "x", "--out", "x", "--own-text", str(n), "--seq-len", "4"]
+    args = adapt.parse([*flags, "--distill", folder, "--compute-dtype", "float32"])
+    own_text.write(path, checkpoint.read_config(folder), args, world)
+
+
+def own_ids(path):
+    return np.fromfile(path, data.TOKEN)["id"].reshape(-1, 4)
+
+
+@pytest.fixture
+def lone(fake_world, monkeypatch):
+    monkeypatch.setattr(own_text.sharding, "summed", lambda values, world: values)
+    return fake_world(0, 1)
+
+
+def test_own_text_has_the_teacher_s_distribution_and_goes_on_where_it_was_killed(tiny, tmp_path, lone):
+    path, rows = tmp_path / "own.tokens", 1501
+    _write_own(lone, path, str(tiny), 4 * (rows - 1))
+    ids, whole = own_ids(path), path.read_bytes()
+    assert len(ids) == rows and (ids[:, 0] == 1).all()
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(own_text, "Sampler", None)  # nothing is written again
+        _write_own(lone, path, str(tiny), 4 * (rows - 1))
+    path.write_bytes(whole[: len(whole) // 2 + 5])
+    _write_own(lone, path, str(tiny), 4 * (rows - 1))
+    assert path.read_bytes() == whole
+    model = random_model(checkpoint.read_config(tiny))
+    with torch.no_grad():
+        logp = model(torch.from_numpy(ids.astype(int)))[:, :3].double().log_softmax(-1)
+    first = np.bincount(ids[:, 1], minlength=300)
+    # of later tokens, each of which has a distribution of its own: the sums, each row's expected
+    later = [(np.bincount(ids[:, i + 1], minlength=300), logp[:, i].exp().mean(0).tolist()) for i in (1, 2)]
+    assert p_value([([*first], logp[0, 0].exp().tolist())], least=5) > 1e-3
+    assert all(p_value([([*counts], p)], least=5) > 1e-3 for counts, p in later)
+
+
+def test_a_chat_model_invents_the_question(tiny):
+    assert own_text.opening(Letters(), BASE, "x") == [1, *b"u:"]
+    tokenizer = load_tokenizer(tiny)
+    assert own_text.opening(tokenizer, BASE, "x") == [1]
+    with pytest.raises(InputError, match="neither a chat template nor a BOS"):
+        own_text.opening(tokenizer, dataclasses.replace(BASE, bos_id=None), "x")
+
+
+@pytest.mark.slow
+def test_two_ranks_write_and_train_alike(retrain, tmp_path, monkeypatch):  # noqa: F811
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(adapt, "train", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        adapt.main([*retrain, "--own-text", "200"])
+    with monkeypatch.context() as m:
+        m.setattr(own_text, "Sampler", None)  # what was written is kept
+        adapt.main([*retrain, "--own-text", "200"])
+    run_ranks(2, _train, [*retrain, "--own-text", "200", "--out", str(tmp_path / "out2")])
+    check_alike(tmp_path / "out", tmp_path / "out2", 1e-5)
+    for more, message in ("--plain", "takes a teacher"), ("--seq-len 1", "no longer than the 1 tokens"):
+        with pytest.raises(InputError, match=message):
+            adapt.main([*retrain, "--own-text", "9", *more.split(), "--out", str(tmp_path / "out3")])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
-from extras.training import lanes, partials, runs, sharding
+from extras.training import lanes, own_text, partials, runs, sharding
 from ladder import outputs
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
@@ -249,7 +249,9 @@ def parse(argv):
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to retrain")
     p.add_argument("--fresh", action="store_true", help="take only config.json and tokenizer from DIR, no weights")
     files = f"plain text with {SEPARATOR} between documents, or .jsonl with text or chat messages"
-    p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"to train on: {files}")
+    p.add_argument("--text", nargs="+", default=[], metavar="FILE", help=f"to train on: {files}")
+    words = "train on N tokens that the teacher writes itself, too"
+    p.add_argument("--own-text", type=count, metavar="N", help=words)
     p.add_argument("--valid", required=True, metavar="FILE", help="to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
     flags.add_wiring_flags(p)
@@ -302,6 +304,8 @@ def main(argv=None):
         if world.alone:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # FSDP2 needs one
             stack.callback(dist.destroy_process_group)
+        if args.own_text:
+            own_text.write(run / "own.tokens", teacher_config, args, world)
         with world.together():
             windows, valid = runs.windows(run, args)
             world.say(f"{windows.n:,} windows to train on, {valid.n:,} to validate on")
