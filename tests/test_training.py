@@ -82,7 +82,7 @@ def test_many_chats_are_rendered_in_their_order_and_not_all_at_once(tmp_path, mo
 
 
 def test_windows_hold_every_token_and_no_document_sees_another(tokens):
-    windows, all_tokens = Windows(tokens, 5, ""), np.fromfile(tokens, TOKEN)
+    windows, all_tokens = Windows([tokens], 5, ""), np.fromfile(tokens, TOKEN)
     batch = windows.batch(range(windows.n))
     assert windows.n == 8 and torch.equal(batch.tokens.flatten(), torch.from_numpy(all_tokens["id"][:40].astype(int)))
     assert torch.equal(batch.targets.flatten(), torch.from_numpy(all_tokens["id"][1:41].astype(int)))
@@ -98,13 +98,13 @@ def test_windows_hold_every_token_and_no_document_sees_another(tokens):
 
 
 def test_each_epoch_takes_each_window_once_in_an_order_of_its_own(tokens):
-    windows = Windows(tokens, 4, "", seed=3)
+    windows = Windows([tokens], 4, "", seed=3)
     n = windows.n
     epochs = [windows.indices(n * e, n) for e in range(3)]
     assert all(sorted(e) == list(range(n)) for e in epochs) and epochs[0] != epochs[1] != epochs[2]
     assert windows.indices(n - 2, 4) == epochs[0][-2:] + epochs[1][:2]  # wherever one begins
-    assert Windows(tokens, 4, "", seed=4).indices(0, n) != epochs[0]
-    assert Windows(tokens, 4, "", at_most=9).n == 2
+    assert Windows([tokens], 4, "", seed=4).indices(0, n) != epochs[0]
+    assert Windows([tokens], 4, "", at_most=9).n == 2
 
 
 # What is minimised
@@ -125,7 +125,7 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
     config = rewired(checkpoint.read_config(tiny), "ladder")
     model = random_model(dataclasses.replace(config, sliding_window=4, window_layers=(1,))).double()
     n = (tmp_path / "x.tokens").stat().st_size // TOKEN.itemsize
-    batch = Windows(tmp_path / "x.tokens", n - 1, "").batch([0])
+    batch = Windows([tmp_path / "x.tokens"], n - 1, "").batch([0])
     trainee, expected = trainee_like(model), 0.0
     for text in texts:
         ids = torch.tensor([[*tokenizer.encode(text), 2]])

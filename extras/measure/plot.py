@@ -42,3 +42,18 @@ def draw(path, title, lines):
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     with outputs.new_file(path) as unfinished:
         figure.savefig(unfinished, format="svg" if path.endswith(".svg") else "png", dpi=150)
+
+
+def draw_losses(path, title, original, curves):
+    """Draw {name: [(KL, nats) with 1, 2, ... layers rewired]} beside the original's nats into a .png or .svg file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    for (name, points), marker in zip(curves.items(), MARKERS, strict=False):
+        axis.plot(range(len(points) + 1), [original, *(nats for _, nats in points)], label=name, marker=marker)
+    axis.set(xlabel="layers rewired", ylabel="nats per token")
+    figure.suptitle(title, fontsize=9, wrap=True)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    with outputs.new_file(path) as unfinished:
+        figure.savefig(unfinished, format="svg" if path.endswith(".svg") else "png", dpi=150)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
-from extras.training import lanes, runs, sharding
+from extras.training import lanes, own_text, partials, runs, sharding
 from ladder import outputs
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
@@ -51,12 +51,33 @@ class Trainee(Transformer):
     """A Transformer whose forward takes a Batch of packed windows."""
 
     token_losses = staticmethod(token_losses)
+    first_sublayer = 0  # the first that is trained, if those below are the teacher's
 
-    def forward(self, batch):
-        """Return the normed stream (B, S, D), from which self.logits computes logits."""
+    def forward(self, batch, known=(), records=False, align=False):
+        """Return the normed stream (B, S, D), from which self.logits computes logits.
+
+        known: the partials (B, S, D) of the first sublayers, which are then not computed. records: return (that
+        stream, the partials of all sublayers). align: return, in place of the stream, the sum over the tokens that
+        count and over the sublayers from self.first_sublayer on of |partial - known partial|^2 / |known partial|^2.
+        Each of these reads what it would if all other partials were the known ones.
+        """
         x, metadata = self.embed(batch.tokens), attention_metadata(self, batch.positions, mask=batch.mask)
-        loops = lanes.loops(self, x, metadata) if self.config.fixed_lanes else [self.loop(x, metadata)]
-        return self.norm(interleave(loops)[0])  # all lanes end with the same x
+        if self.config.fixed_lanes:
+            return self.norm(interleave(lanes.loops(self, x, metadata))[0])  # all lanes end with the same x
+        recorded, errors = [], []
+
+        def compare(i, h, x):
+            target = known[i][batch.counts].float()
+            error = (h(x)[batch.counts].float() - target).square().sum(-1)
+            errors.append((error / target.square().sum(-1)).sum())
+            return known[i]
+
+        around = (lambda i, h: functools.partial(compare, i, h)) if align else None
+        known_first = known[: self.first_sublayer] if align else known
+        (x,) = interleave([partials.loop(self, self.config, x, metadata, known_first, recorded, around)])
+        if align:
+            return sum(errors)
+        return (self.norm(x), recorded) if records else self.norm(x)
 
 
 def build(config, weights, world, args, is_teacher=False):
@@ -86,14 +107,39 @@ def build(config, weights, world, args, is_teacher=False):
     return model
 
 
-def losses(model, batch, teacher=None):
+def freeze(model, original, train):
+    """Freeze what --train leaves out, and the routers of a model whose wiring changes; set model.first_sublayer.
+
+    original: the Config of the weights' own wiring. train: "all", "above" or "outputs".
+    """
+    first = partials.first_rewired(original, model.config)
+    changes = original.layer_wirings != model.config.layer_wirings
+    if train != "all":
+        model.first_sublayer = partials.sublayers_below(model.config, first)
+    for name, parameter in model.named_parameters():
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else model.config.n_layers
+        below = layer < first or name.startswith("tok_embeddings")  # a tied head is the embedding's
+        other = "norm" not in name and not name.removesuffix(".bias").removesuffix(".weight").endswith(("wo", "w2"))
+        is_router = name.endswith("router.weight")
+        if (train != "all" and below) or (train == "outputs" and other) or (changes and is_router):
+            parameter.requires_grad_(False)
+
+
+def losses(model, batch, teacher=None, align=False):
     """Return (the loss to minimize, the cross-entropy), sums in nats over the tokens of a batch that count.
 
-    The loss is the cross-entropy or, with a teacher, the KL divergence from it + 0.1 cross-entropy.
+    The loss is the cross-entropy or, with a teacher, the KL divergence from it + 0.1 cross-entropy. What lies below the
+    first sublayer that is trained is the teacher's. align: the loss is Trainee.forward's, and the cross-entropy 0.
     """
+    known = ()
     with torch.no_grad():
-        teacher_x = teacher and teacher(batch)
-    x = model(batch)
+        if teacher and (align or model.first_sublayer):
+            teacher_x, known = teacher(batch, records=True)
+        else:
+            teacher_x = teacher and teacher(batch)
+    if align:
+        return model(batch, known, align=True), known[0].new_zeros(())
+    x = model(batch, known[: model.first_sublayer])
     divergence = nats = 0.0
     for i in zip(*(index.split(LOSS_TOKENS) for index in batch.counts.nonzero(as_tuple=True)), strict=True):
         of_teacher = (teacher.logits, teacher_x[i]) if teacher else ()
@@ -129,13 +175,14 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
     start, indices = time.perf_counter(), windows.indices((step - 1) * args.batch, args.batch)
     nats = total_loss = tokens = 0.0
     for batch in windows.batches(indices, args.micro_batch, world):
-        loss, ce = losses(model, batch, teacher)
+        loss, ce = losses(model, batch, teacher, step <= args.align_steps)
         loss.backward()
         nats, total_loss, tokens = nats + ce.item(), total_loss + loss.item(), tokens + batch.counts.sum().item()
         progress.beat()
     nats, total_loss, tokens = sharding.summed([nats, total_loss, tokens], world)
     for parameter in model.parameters():
-        parameter.grad.mul_(world.tp_size / max(tokens, 1))  # FSDP2 has taken the mean over the ranks
+        if parameter.grad is not None:  # it is frozen, or alignment takes no notice of it
+            parameter.grad.mul_(world.tp_size / max(tokens, 1))  # FSDP2 has taken the mean over the ranks
     nats, total_loss = nats / max(tokens, 1), total_loss / max(tokens, 1)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
     if not math.isfinite(total_loss + norm):
@@ -159,7 +206,8 @@ def train(model, teacher, windows, valid, run, args, world):
 
     Each validation, the first at step 0, saves a state and, if the weights are the best so far, these as run/best-STEP.
     """
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     first, is_rank_0 = sharding.restore(run, model, optimizer, world) + 1, world.rank == 0
@@ -201,7 +249,9 @@ def parse(argv):
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to retrain")
     p.add_argument("--fresh", action="store_true", help="take only config.json and tokenizer from DIR, no weights")
     files = f"plain text with {SEPARATOR} between documents, or .jsonl with text or chat messages"
-    p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"to train on: {files}")
+    p.add_argument("--text", nargs="+", default=[], metavar="FILE", help=f"to train on: {files}")
+    words = "train on N tokens that the teacher writes itself, too"
+    p.add_argument("--own-text", type=count, metavar="N", help=words)
     p.add_argument("--valid", required=True, metavar="FILE", help="to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
     flags.add_wiring_flags(p)
@@ -217,6 +267,10 @@ def parse(argv):
     g.add_argument("--lr", type=number(float, 0, above=True), metavar="X", help=f"peak learning rate ({usual})")
     g.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations and saves")
     g.add_argument("--valid-tokens", type=count, metavar="N", help="validate on so many (default: all)")
+    words = "above: not what lies below the first rewired layer; outputs: of the rest only norms and the projections to"
+    g.add_argument("--train", choices=("all", "above", "outputs"), default="all", help=f"{words} the stream")
+    words = "so many steps first pull each rewired sublayer to the original's, without the head (default: 0)"
+    g.add_argument("--align-steps", type=number(int, 0), metavar="N", default=0, help=words)
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="S", help="of all that is random")
     g.add_argument("--dtype", choices=checkpoint.DTYPES, default="bfloat16", help="of the written weights")
     g.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
@@ -250,6 +304,8 @@ def main(argv=None):
         if world.alone:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # FSDP2 needs one
             stack.callback(dist.destroy_process_group)
+        if args.own_text:
+            own_text.write(run / "own.tokens", teacher_config, args, world)
         with world.together():
             windows, valid = runs.windows(run, args)
             world.say(f"{windows.n:,} windows to train on, {valid.n:,} to validate on")
@@ -258,6 +314,8 @@ def main(argv=None):
 
                 compiling.prepare(world.device)
             model = build(config, weights, world, args)
+            if not args.fresh:
+                freeze(model, checkpoint.read_config(args.checkpoint), args.train)
             teacher = teacher_config and build(teacher_config, teacher_weights, world, args, is_teacher=True)
         best = train(model, teacher, windows, valid, run, args, world)
         if world.rank == 0:

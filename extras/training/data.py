@@ -89,15 +89,17 @@ class Batch(NamedTuple):
 
 
 class Windows:
-    """A file of tokens as windows of seq_len tokens and their successors, drawn in an order that depends on the seed.
+    """Files of tokens as windows of seq_len tokens and their successors, drawn in an order that depends on the seed.
 
-    flag: what gave the file, for messages. at_most: tokens to use. Raises InputError if they fill no window.
+    paths: the files; several are read into memory. flag: what gave them, for messages. at_most: tokens to use. Raises
+    InputError if they fill no window.
     """
 
-    def __init__(self, path, seq_len, flag, seed=0, at_most=None):
-        self.tokens, self.seq_len, self.seed = np.fromfile(path, TOKEN, 0), seq_len, seed
-        if path.stat().st_size:
-            self.tokens = np.memmap(path, TOKEN, mode="r")[: at_most and at_most + 1]
+    def __init__(self, paths, seq_len, flag, seed=0, at_most=None):
+        self.seq_len, self.seed = seq_len, seed
+        files = [np.memmap(path, TOKEN, mode="r") for path in paths if path.stat().st_size]
+        self.tokens = files[0] if len(files) == 1 else np.concatenate([np.empty(0, TOKEN), *files])
+        self.tokens = self.tokens[: at_most and at_most + 1]
         self.n = (len(self.tokens) - 1) // seq_len
         if self.n < 1:
             raise InputError(f"{flag} holds {len(self.tokens)} tokens; a window takes {seq_len + 1}: see --seq-len")

@@ -35,6 +35,27 @@ def read_configs(args):
         if each.router == "sigmoid":
             raise InputError("a router of sigmoid scores cannot be trained: no gradient balances its expert_bias")
         check_lanes(each)
+    if not (args.text or args.own_text):
+        raise InputError("there is nothing to train on: give --text FILE, --own-text N or both")
+    if args.own_text and not teacher:
+        raise InputError("--own-text takes a teacher, which writes it: a --wiring that changes, or --distill")
+    if args.train != "all" or args.align_steps:
+        flag = f"--train {args.train}" if args.train != "all" else "--align-steps"
+        if (
+            args.fresh
+            or args.plain
+            or not args.distill
+            or os.path.realpath(args.distill) != os.path.realpath(args.checkpoint)
+        ):
+            raise InputError(f"{flag} takes a --wiring that changes and the checkpoint itself as the teacher")
+        if len({len(w.block_sublayers) * w.blocks for w in (*own.layer_wirings, *config.layer_wirings)}) > 1 or any(
+            each.named_wiring.blocks > 1 or each.fixed_lanes for each in (own, config)
+        ):
+            raise InputError(
+                f"{flag} takes a wiring with the sublayers of {own.wiring}, such as ladder, not {config.wiring}"
+            )
+        if args.align_steps >= args.steps:
+            raise InputError(f"--align-steps {args.align_steps} must be less than --steps {args.steps}")
     if teacher:
         check_vocabulary(config, args.checkpoint, teacher, args.distill, f"--distill {args.distill}")
     return config, teacher
@@ -49,11 +70,14 @@ def prepare(run, args):
     if os.path.realpath(args.valid) in map(os.path.realpath, args.text):
         raise InputError(f"--valid {args.valid} is a file of --text: validate on text that is not trained on")
     settings = {f"--{name.replace('_', '-')}": v for name, v in vars(args).items() if name not in MACHINE_FLAGS}
-    if any(run.glob("best-*/config.json")):
+    has_weights = any(run.glob("best-*/config.json"))
+    if has_weights or (run / "own.tokens").exists():
         before = json.loads(path.read_text())
         if unlike := [name for name, now in settings.items() if before.get(name) != now]:
             was = f"{run} holds a run with {unlike[0]} {before.get(unlike[0])}, not {settings[unlike[0]]}"
             raise InputError(f"{was}: give that to resume it, or another --out")
+        for state in [] if has_weights else run.glob("state-*"):  # killed after its output was complete
+            shutil.rmtree(state)
         return
     if path.exists():  # killed before its first step, or after its output was complete
         shutil.rmtree(run)
@@ -63,16 +87,21 @@ def prepare(run, args):
         tokenizer = load_tokenizer(folder, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer: convert it with --tokenizer FILE")
+        # of --own-text, own.tokens follows
         for name, paths in ("train", args.text), ("valid", [args.valid]):
             tokenize(paths, tokenizer, [*config.eos_ids[:1]], folder / f"{name}.tokens")
-        windows(folder, args)
+        if args.own_text:
+            Windows([folder / "valid.tokens"], args.seq_len, "--valid", at_most=args.valid_tokens)
+        else:
+            windows(folder, args)
         (folder / path.name).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def windows(run, args):
     """Return the Windows to train on and those to validate on."""
-    train = Windows(run / "train.tokens", args.seq_len, "--text", args.seed)
-    return train, Windows(run / "valid.tokens", args.seq_len, "--valid", at_most=args.valid_tokens)
+    files = [run / "train.tokens", *[run / "own.tokens"] * bool(args.own_text)]
+    train = Windows(files, args.seq_len, "--text", args.seed)
+    return train, Windows([run / "valid.tokens"], args.seq_len, "--valid", at_most=args.valid_tokens)
 
 
 def read_log(run, last):
