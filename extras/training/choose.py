@@ -8,8 +8,6 @@ layers below the first rewired one are not computed again. Every other window of
 losses that are printed are those of the others. Retraining (adapt.py) then takes --wiring with the printed wiring.
 """
 
-import json
-
 import ladder.openmp  # noqa: F401 (before torch loads)
 
 import torch
@@ -20,6 +18,7 @@ import eval as evaluate
 import generate
 from extras.measure import advise, link, plot
 from extras.training import partials
+from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
@@ -191,8 +190,7 @@ def main(argv=None):
         plot.draw_losses(args.plot, f"{args.checkpoint}, layers as {args.wiring}, not retrained", original, curves)
     if args.json:
         line = {"checkpoint": config.wiring, "order": chosen, "alone": alone, "original": original, "curves": curves}
-        with open(args.json, "a") as f:
-            f.write(json.dumps(line) + "\n")
+        outputs.append_line(args.json, line)
     print(f"--wiring {ends['chosen'][0]}")
 
 

@@ -23,9 +23,9 @@ def opening(tokenizer, config, folder):
     """
     if tokenizer.template:
         one, other = (tokenizer.chat([{"role": "user", "content": text}], answer=False) for text in ("A", "Z"))
-        same = [a == b for a, b in zip(one, other, strict=False)]
-        if same.index(False):
-            return one[: same.index(False)]
+        same = os.path.commonprefix([one, other])
+        if same and same != one:
+            return same
     if config.bos_id is None:
         raise InputError(f"--own-text: {folder} has neither a chat template nor a BOS token to begin with")
     return [config.bos_id]
