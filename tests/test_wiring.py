@@ -161,7 +161,7 @@ def generated_code(config, world, batch, length, dtype):
         return "\n".join(get_code(step, torch.randint(config.vocab_size, (batch, length)), **kwargs))
 
 
-MATMUL = r"extern_kernels\.(mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.skinny_gemm\.default\("
+MATMUL = r"extern_kernels\.(mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.(skinny_gemm|feed_forward)\.default\("
 
 
 def calls(source):
