@@ -537,14 +537,14 @@ def test_a_stream_of_a_rank_that_dies_ends_in_an_error():
 def endless_demo(tmp_path):
     """Return a copy of the demo that has a long context and no end-of-sequence."""
     folder = shutil.copytree(ROOT / "demo", tmp_path / "demo")
-    edit_config(folder, max_seq_len=4096, eos_ids=[])
+    edit_config(folder, max_seq_len=32768, eos_ids=[])
     return folder
 
 
 @slow
 def test_what_runs_too_long_after_sigterm_is_cut(tmp_path):
-    with Server(checkpoint=endless_demo(tmp_path)) as server:
-        running = server.send("/v1/completions", {"prompt": "Once", "max_tokens": 4000, "stream": True})
+    with Server("--context", 32768, checkpoint=endless_demo(tmp_path)) as server:
+        running = server.send("/v1/completions", {"prompt": "Once", "max_tokens": 32000, "stream": True})
         running.readline()
         start = time.monotonic()
         server.process.terminate()
