@@ -299,6 +299,7 @@ def main(argv=None):
         with world.together():
             if world.rank == 0:
                 temporary = stack.enter_context(outputs.reserved(out))
+                runs.remove_finished(run, out)
                 outputs.check_absent(out)
                 runs.prepare(run, args)
         if world.alone:

@@ -61,6 +61,12 @@ def read_configs(args):
     return config, teacher
 
 
+def remove_finished(run, out):
+    """Remove the folder of a run that was killed between its last two acts: its best weights have become `out`."""
+    if out.exists() and any(run.glob("state-*")) and not any(run.glob("best-*")):
+        shutil.rmtree(run)
+
+
 def prepare(run, args):
     """Make the folder of a run, with its tokenizer and tokens. If it has a run already, check that its settings agree.
 
