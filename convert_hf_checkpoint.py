@@ -126,8 +126,7 @@ def convert(source, config, folder, dtype, shard_bytes):
     shapes, dequantized = {name: tuple(w.shape) for name, w in parameters.items()}, []
     scales = {name for name in shapes if name.endswith((".scales", ".zeros"))}
     dtypes = {n: w.dtype if n in scales or w.itemsize == 1 else dtype for n, w in parameters.items()}
-    if config.n_experts:
-        dtypes |= {name: torch.float32 for name in dtypes if mixture.stays_float32(config, name)}
+    dtypes |= {name: torch.float32 for name in dtypes if mixture.stays_float32(config, name)}
 
     @functools.lru_cache(1)  # the scales and zeros of a matrix are read one after another
     def scales_dtype(stem):

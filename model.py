@@ -580,11 +580,14 @@ class Transformer(nn.Module):
 
     def loop(self, x, metadata, cache=None):
         """Return the loop from the embeddings x (B, S, D) to the last layer."""
-        comm = self.comm
-        if self.config.post_norms:
-            comm = PostNormSums(comm, [n for b in self.layers for n in (b.attention_post_norm, b.ffn_post_norm)])
         sublayers = list_sublayers(self.config, self.layers, metadata, cache)
-        return self.config.named_wiring.loop(x, sublayers, comm, self.config)
+        return self.config.named_wiring.loop(x, sublayers, self.loop_comm(), self.config)
+
+    def loop_comm(self):
+        """Return the Collectives of a new loop: `comm`, or with post_norms what also norms its sums."""
+        if not self.config.post_norms:
+            return self.comm
+        return PostNormSums(self.comm, [n for b in self.layers for n in (b.attention_post_norm, b.ffn_post_norm)])
 
     def head(self, x, last_index=None):
         """Return the local logits of the last layer's x (B, S, D); last_index: as in forward."""

@@ -137,7 +137,8 @@ def packed(*shape):
 
 INT4, IDS = packed(1, 2, 5), zeros(3, 2, dtype=torch.int64)  # 16 rows of 64 columns in groups of 32
 Q, CACHE, EXPERT = zeros(3, 2, 1, 1, 64), zeros(3, 2, 9, 64), zeros(4, 8, 8)
-ROPE, X, WQKV = torch.zeros(3, 1, 1, 1, 32), zeros(3, 1, 8), zeros(384, 8)
+ROPE, X, WQKV, WO = torch.zeros(3, 1, 1, 1, 32), zeros(3, 1, 8), zeros(384, 8), zeros(8, 128)
+STEP = 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9  # the last arguments of attention_step, which fit
 MISFITS = [
     ("skinny_gemm", zeros(2, 9), zeros(4, 8)),
     ("skinny_gemm", zeros(2, 0), zeros(4, 0)),
@@ -169,43 +170,11 @@ MISFITS = [
     ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9),
     ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9),
     ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9),
-    ("attention_step", X, WQKV, zeros(8, 128), [16], 2, None, [], 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
-    (
-        "attention_step",
-        X,
-        WQKV[:192],
-        zeros(8, 128),
-        [16, 16],
-        1,
-        None,
-        [],
-        0.0,
-        ROPE,
-        ROPE,
-        IDS[:, :1],
-        CACHE,
-        CACHE,
-        9,
-    ),
-    (
-        "attention_step",
-        X,
-        WQKV[:320],
-        zeros(8, 128),
-        [16, 16],
-        2,
-        None,
-        [],
-        0.0,
-        ROPE,
-        ROPE,
-        IDS[:, :1],
-        CACHE,
-        CACHE,
-        9,
-    ),
-    ("attention_step", X, WQKV, zeros(8, 64), [16, 16], 2, None, [], 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
-    ("attention_step", X, WQKV, zeros(8, 128), [16, 16], 2, None, [Q], 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9),
+    ("attention_step", X, WQKV, WO, [16], 2, None, [], *STEP),
+    ("attention_step", X, WQKV[:192], WO, [16, 16], 1, None, [], *STEP),
+    ("attention_step", X, WQKV[:320], WO, [16, 16], 2, None, [], *STEP),
+    ("attention_step", X, WQKV, WO[:, :64].contiguous(), [16, 16], 2, None, [], *STEP),
+    ("attention_step", X, WQKV, WO, [16, 16], 2, None, [Q], *STEP),
     ("rms_norm", zeros(3, 64), zeros(65)),
     ("rms_norm", zeros(3, 64).float(), zeros(64)),
     ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE[..., :30], ROPE, IDS[:, :1], CACHE, CACHE),

@@ -1,16 +1,15 @@
 """fp8: e4m3 weights with a scale per row, activations with a scale per token."""
 
 import dataclasses
-import types
 
 import pytest
 import torch
-from helpers import BASE, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows
+from helpers import BASE, StateWeights, last_logits, rank_logits, run_ranks, shard, unequal_rows
 from reference import Reference
+from test_quantize import quantized_state
 
-import quantize
 import tp
-from ladder.checkpoints import checkpoint, rounding, sizes, writing
+from ladder.checkpoints import checkpoint, rounding, sizes
 from ladder.errors import InputError
 from ladder.kernels import quant_kernels, quant_linear
 from ladder.kernels.gpu import fp8
@@ -26,12 +25,6 @@ def value(bits):
 
 
 VALUES = torch.tensor(sorted(map(value, NUMBERS)), dtype=torch.float64)
-
-
-def state_of(config):
-    state = random_model(dataclasses.replace(config, quant=None, not_quantized=())).state_dict()
-    read = quantize.quantized(types.SimpleNamespace(read=state.get), config)
-    return {name: read(name) for name in writing.shapes(config)}
 
 
 def make_linear(N, K, bias=False, seed=0):
@@ -50,7 +43,7 @@ def test_weights_are_the_nearest_numbers_of_e4m3():
     w[3] = 0
     q, scales = rounding.to_e4m3(w)
     assert q.dtype == torch.float8_e4m3fn and scales.dtype == torch.bfloat16 and scales.shape == (30, 1)
-    assert q.view(torch.uint8).flatten().tolist()[:5] and torch.equal(q.double(), q.view(torch.uint8).double().apply_(
+    assert torch.equal(q.double(), q.view(torch.uint8).double().apply_(
         lambda bits: value(int(bits))))  # fmt: skip
     exact, s = w.double(), scales.double()
     nearest = (VALUES * s[..., None] - exact[..., None]).abs().amin(-1)
@@ -95,7 +88,7 @@ def test_the_kernel_of_a_gpu_computes_the_same(bias, monkeypatch):
 
 def weights_only(config):
     """Logits of unequal rows by float64, with the numbers of the weights, and activations as they are."""
-    state = state_of(config)
+    state = quantized_state(config)
     exact = {n: t.double() for n, t in state.items() if not n.endswith(".scales")}
     exact |= {n: t * state[f"{n[:-7]}.scales"].double() for n, t in exact.items() if f"{n[:-7]}.scales" in state}
     if config.tie_embeddings:
@@ -110,23 +103,23 @@ def weights_only(config):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_computes_what_its_weights_say_but_for_rounded_activations(changes, dtype):
     config = dataclasses.replace(CONFIG, **changes)
-    net = shard(config, None, dtype, state_of(config))
+    net = shard(config, None, dtype, quantized_state(config))
     quant_kernels.use_kernels(net, "cpu")
     exact, logits = weights_only(config), last_logits(net, *unequal_rows(config))
     assert (logits.double() - exact).norm() < 0.08 * exact.norm()
     assert (logits[0].double() - exact[1]).norm() > 0.5 * exact[1].norm()  # another row's are far
 
 
-def rank_logits(world, config):
-    return last_logits(shard(config, world, torch.float32, state_of(config)), *unequal_rows(config))
+def on_a_rank(world, config):
+    return rank_logits(world, config, quantized_state(config))  # made on each rank, since e4m3 cannot be pickled
 
 
 @pytest.mark.parametrize("shares", [2, 3, 4, (3, 1)], ids=str)
 def test_any_tp_computes_nearly_what_one_device_does(shares):
     """Each rank scales its own columns of a token, so that these are rounded another way; all ranks agree."""
     config = dataclasses.replace(CONFIG, wiring="ladder")
-    expected = rank_logits(None, config)
-    first, *others = run_ranks(shares, rank_logits, config)
+    expected = on_a_rank(None, config)
+    first, *others = run_ranks(shares, on_a_rank, config)
     assert all(torch.equal(first, other) for other in others)
     assert (first - expected).norm() < 0.08 * expected.norm()
 
@@ -149,7 +142,7 @@ def test_random_weights_have_the_deviation_of_floats():
 
 
 def test_bad_tensors_are_refused(monkeypatch):
-    state = state_of(CONFIG)
+    state = quantized_state(CONFIG)
     name = "layers.1.attention.wo.weight"
     nan = state[name].view(torch.uint8).clone()
     nan[3, 5] = 255

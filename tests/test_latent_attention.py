@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.nn as nn
 from helpers import ANY_TP, BASE, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows, write_model
-from test_convert import YARN, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, edit, hf_model
+from test_convert import (
+    YARN,
+    change_tensors,
+    check_config_as_on_the_hub,
+    check_family,
+    check_parity,
+    convert,
+    edit,
+    hf_model,
+)
 from test_drafts import make_runner
 from test_experts import check_integers
 from test_linear_attention import WAYS, check_ranks
@@ -65,13 +74,8 @@ def balanced(net):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parity_with_transformers(family, tmp_path):
     """TOKENS are 20, beyond the 16 of YARN's original context."""
-    theirs = balanced(hf_model(FAMILIES[family]))
-    theirs.save_pretrained(tmp_path / "hf")
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
-    check_parity(ours, theirs)
-    check_greedy(ours, theirs)
-    as_on_the_hub(tmp_path / "hf")
-    assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == ours.config
+    ours = check_family(balanced(hf_model(FAMILIES[family])), tmp_path)
+    check_config_as_on_the_hub(tmp_path / "hf", ours)
     with pytest.raises(InputError, match="has no Hugging Face form"):
         to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
 

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, unequal_rows, write_model
-from test_convert import SMALL, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, hf_model, nested
+from test_convert import (
+    SMALL,
+    change_tensors,
+    check_config_as_on_the_hub,
+    check_family,
+    check_parity,
+    convert,
+    hf_model,
+    nested,
+)
 from test_experts import check_integers
 
 from extras.export import verify
@@ -93,14 +102,9 @@ def forgetful(net):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parity_with_transformers(family, tmp_path):
-    theirs = forgetful(hf_model(FAMILIES[family]))
-    theirs.save_pretrained(tmp_path / "hf")
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
-    check_parity(ours, theirs)
-    check_greedy(ours, theirs)
+    ours = check_family(forgetful(hf_model(FAMILIES[family])), tmp_path)
     verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
-    as_on_the_hub(tmp_path / "hf")
-    assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == ours.config
+    check_config_as_on_the_hub(tmp_path / "hf", ours)
 
 
 @pytest.mark.parametrize("outer, family", [("Qwen3_5", "qwen3.5"), ("Qwen3_5Moe", "qwen3.5, experts")])
@@ -134,9 +138,9 @@ LANES = dataclasses.replace(CONFIG, wiring="spd/4")  # each has states of its ow
 
 
 def long_memory(config):
-    net = random_model(config)
+    net, generator = random_model(config), torch.Generator().manual_seed(0)
     for layer in config.linear_layers:
-        torch.nn.init.uniform_(net.layers[layer].attention.A_log, -5, 0)
+        torch.nn.init.uniform_(net.layers[layer].attention.A_log, -5, 0, generator)
     return net
 
 
@@ -175,7 +179,7 @@ def check_ranks(ranks, configs, how):
             expected = torch.stack([net(row[None, :n])[0, -5:] for row, n in zip(tokens, lengths, strict=True)])
         for results in run_ranks(ranks, on_a_rank, config, state, how):
             for logits in results:
-                assert (logits - expected).abs().max() < 3e-4, config.wiring  # 2e-4 was seen once: rounding, amplified
+                assert (logits - expected).abs().max() < 1e-4, config.wiring
 
 
 @pytest.mark.parametrize("part", [1, 4, 5, 100])

@@ -38,6 +38,11 @@ def draw(path, title, lines):
         axis.errorbar(xs, ys, bars, label=wiring, capsize=2, color=GREYS.get(wiring), marker=marker, markersize=4)
     axis.set(xlabel="one all-reduce, ms", ylabel="times as fast as standard")
     axis.grid(axis="y", color="0.92")
+    save(figure, path, title)
+
+
+def save(figure, path, title):
+    """Write a figure with its title and legend into a .png or .svg file."""
     figure.suptitle(title, fontsize=9, wrap=True)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     with outputs.new_file(path) as unfinished:
@@ -53,7 +58,4 @@ def draw_losses(path, title, original, curves):
     for (name, points), marker in zip(curves.items(), MARKERS, strict=False):
         axis.plot(range(len(points) + 1), [original, *(nats for _, nats in points)], label=name, marker=marker)
     axis.set(xlabel="layers rewired", ylabel="nats per token")
-    figure.suptitle(title, fontsize=9, wrap=True)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    with outputs.new_file(path) as unfinished:
-        figure.savefig(unfinished, format="svg" if path.endswith(".svg") else "png", dpi=150)
+    save(figure, path, title)

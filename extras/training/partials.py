@@ -1,6 +1,6 @@
 """Runs a model's layers from recorded partials: what lies below the first rewired layer is the original's."""
 
-from model import PostNormSums, list_sublayers
+from model import list_sublayers
 
 
 def first_rewired(original, config):
@@ -20,9 +20,6 @@ def loop(model, config, x, metadata, known=(), recorded=None, around=None):
     known: the partials (B, S, D) of the first sublayers, which are then not computed. recorded: a list to which the
     partials of all sublayers are added. around(i, h): what to compute in place of sublayer i, h; None: h itself.
     """
-    comm = model.comm
-    if config.post_norms:
-        comm = PostNormSums(comm, [n for b in model.layers for n in (b.attention_post_norm, b.ffn_post_norm)])
 
     def sublayer(i, h):
         def compute(x):
@@ -33,7 +30,6 @@ def loop(model, config, x, metadata, known=(), recorded=None, around=None):
 
         return compute
 
-    sublayers = list_sublayers(config, model.layers, metadata)
-    return config.named_wiring.loop(
-        x, [(sublayer(i, h), stale) for i, (h, stale) in enumerate(sublayers)], comm, config
-    )
+    sublayers = enumerate(list_sublayers(config, model.layers, metadata))
+    wrapped = [(sublayer(i, h), stale) for i, (h, stale) in sublayers]
+    return config.named_wiring.loop(x, wrapped, model.loop_comm(), config)

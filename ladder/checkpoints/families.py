@@ -77,13 +77,13 @@ POST_NORMS = {  # Gemma's and OLMo's names of norms: GLM's
     "post_attention_layernorm": "post_self_attn_layernorm", "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }  # fmt: skip
-DEEPSEEK = {  # keys of DeepSeek V3; only DeepSeek V2 reads topk_method
-    **LLAMA, "bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 3, "kv_lora_rank": 512, "n_group": 8,
-    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
-    "num_experts_per_tok": 8, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "rope_interleave": True, "routed_scaling_factor": 2.5, "topk_group": 4, "v_head_dim": 128,
-    "max_position_embeddings": 4096,
+DEEPSEEK = {  # keys that DeepSeek V3 and its relatives share, with V3's defaults
+    **LLAMA, "bos_token_id": 0, "eos_token_id": 1, "n_group": 8, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5,
+    "topk_group": 4, "max_position_embeddings": 4096,
 }  # fmt: skip
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DEEPSEEK_V3 = {**DEEPSEEK, **LATENT, "first_k_dense_replace": 3, "rope_interleave": True}
 DEEPSEEK_ONLY = {"attention_bias": False, "moe_layer_freq": 1}
 SIGMOID, SIGMOID_ONLY = {"router": "sigmoid"}, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 OLMO_NORMS = {"qk_norm": True, "whole_qk_norm": True, "input_norms": False, "post_norms": True}
@@ -141,34 +141,32 @@ FAMILIES = {
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     }, GATED),
     "deepseek_v2": Family({
-        **{key: value for key, value in DEEPSEEK.items() if key != "rope_interleave"},
-        "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 0, "moe_intermediate_size": 1407,
-        "n_group": None, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
-        "num_experts_per_tok": None, "routed_scaling_factor": 1.0, "topk_group": None, "topk_method": "greedy",
-        "max_position_embeddings": 2048,
+        **DEEPSEEK, **LATENT, "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 0,
+        "moe_intermediate_size": 1407, "n_group": None, "n_routed_experts": 64, "n_shared_experts": 2,
+        "norm_topk_prob": False, "num_experts_per_tok": None, "routed_scaling_factor": 1.0, "topk_group": None,
+        "topk_method": "greedy", "max_position_embeddings": 2048,
     }, {"router": "softmax in float32"}, only={
         **DEEPSEEK_ONLY, "mlp_bias": False, "norm_topk_prob": False, "rope_interleave": True, "scoring_func": "softmax",
     }),
-    "deepseek_v3": Family(DEEPSEEK, SIGMOID, only={
+    "deepseek_v3": Family(DEEPSEEK_V3, SIGMOID, only={
         **DEEPSEEK_ONLY, **SIGMOID_ONLY, "gated_attention": False, "farskip": False,
     }),
     # AMD's, with DeepSeek V3's model_type: known by its architectures
-    "instella_moe": Family({**DEEPSEEK, "gated_attention": True, "farskip": True}, SIGMOID, only={
+    "instella_moe": Family({**DEEPSEEK_V3, "gated_attention": True, "farskip": True}, SIGMOID, only={
         **DEEPSEEK_ONLY, **SIGMOID_ONLY, "farskip_start_idx": 0, "farskip_end_idx": 1e4, "attn_only_farskip": False,
         "mlp_only_farskip": False,
     }),
     "glm4_moe": Family({
-        **{key: DEEPSEEK[key] for key in DEEPSEEK if "lora" not in key and "qk_" not in key}, "attention_bias": False,
+        **DEEPSEEK, "attention_bias": False,
         "bos_token_id": None, "eos_token_id": None, "first_k_dense_replace": 1, "max_position_embeddings": 131072,
         "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False,
         "attention_out_bias": False,
     }, SIGMOID, only=SIGMOID_ONLY),
     "glm4_moe_lite": Family({
-        **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
-        "max_position_embeddings": 202752, "mlp_layer_types": None, "moe_intermediate_size": 1536,
+        **DEEPSEEK, **LATENT, "max_position_embeddings": 202752, "mlp_layer_types": None, "moe_intermediate_size": 1536,
         "n_group": 1, "n_routed_experts": 64, "num_experts_per_tok": 4, "q_lora_rank": 768, "qk_nope_head_dim": 192,
-        "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "topk_group": 1, "v_head_dim": 256,
+        "rms_norm_eps": 1e-5, "rope_interleave": True, "routed_scaling_factor": 1.8, "topk_group": 1, "v_head_dim": 256,
     }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY, "first_k_dense_replace": 1}),
     "smollm3": Family({
         **COMMON, **BIASES, "tie_word_embeddings": True, "no_rope_layers": None, "no_rope_layer_interval": 4,

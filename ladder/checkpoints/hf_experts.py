@@ -68,18 +68,16 @@ def deepseek_values_from_hf(hf):
     for key in "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor":
         if hf[key] is None:
             raise InputError(f"{key} is null but must be a number above 0")
-    method = hf.get("topk_method", "noaux_tc")  # which only DeepSeek V2 reads
-    if method not in ("noaux_tc", "greedy", "group_limited_greedy") or method == "noaux_tc" and "topk_method" in hf:
+    method = hf.get("topk_method", "group_limited_greedy")  # only DeepSeek V2 has another one
+    if method not in ("greedy", "group_limited_greedy"):
         raise InputError(f"topk_method {method!r} is not supported, only greedy and group_limited_greedy are")
-    groups, first = (
-        hf["n_group"] if method != "greedy" and (hf["n_group"] or 1) > 1 else None,
-        hf.get("first_k_dense_replace", 1),
-    )
+    groups = hf["n_group"] if method != "greedy" and (hf["n_group"] or 1) > 1 else None
+    n_dense = hf.get("first_k_dense_replace", 1) or 0
     return {
         "n_experts": hf["n_routed_experts"], "experts_per_token": hf["num_experts_per_tok"],
         "expert_size": hf["moe_intermediate_size"], "renormalize_experts": hf["norm_topk_prob"],
         "shared_expert_size": (hf["n_shared_experts"] or 0) * hf["moe_intermediate_size"] or None,
-        "dense_layers": tuple(i for i in layers if (types[i] == "dense" if types else i < (first or 0))),
+        "dense_layers": tuple(i for i in layers if (types[i] == "dense" if types else i < n_dense)),
         "expert_groups": groups, "chosen_groups": hf["topk_group"] if groups else None,
         "expert_scale": hf["routed_scaling_factor"],
     }  # fmt: skip

@@ -4,13 +4,12 @@ torch.compile's own graphs ("reduce-overhead") run more Python before each repla
 """
 
 import functools
-import sys
 
 import torch
 
 from ladder.errors import first_line
 from ladder.progress import progress
-from ladder.ranks.world import rank_and_size
+from ladder.ranks.world import say
 
 
 def captured(step, pool=None, generator=None):
@@ -84,5 +83,4 @@ class Graphs:
             if not self.is_eager:
                 raise
             self.failed = True
-            if rank_and_size()[0] == 0:
-                print(f"decode steps run without CUDA graphs, thus slower: {first_line(e)}", file=sys.stderr)
+            say(f"decode steps run without CUDA graphs, thus slower: {first_line(e)}")

@@ -14,6 +14,12 @@ def rank_and_size():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def say(text):
+    """Print a line on stderr, on rank 0, where no World is at hand."""
+    if rank_and_size()[0] == 0:
+        print(text, file=sys.stderr)
+
+
 def local_rank_and_size(rank, tp_size):
     """Return this process's rank on its node and the node's number of ranks, without torchrun as on one node."""
     return int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))

@@ -1,7 +1,6 @@
 """The parts of a model that skinny_gemm.cpp computes on a CPU. Shape letters: model.py."""
 
 import functools
-import sys
 
 import torch
 import torch.nn as nn
@@ -12,7 +11,7 @@ from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.quant_kernels import use_kernels
 from ladder.kernels.quant_linear import swap
 from ladder.layers.latent_attention import LatentAttention
-from ladder.ranks.world import rank_and_size
+from ladder.ranks.world import say
 from model import Attention, FeedForward, attend, rotate_into_cache
 
 FEW_POSITIONS = 16  # of a row in a pass; with more, as in a prefill, PyTorch's attention is faster
@@ -146,8 +145,7 @@ def is_built():
         skinny_gemm.build()
         return True
     except InputError as e:
-        if rank_and_size()[0] == 0:
-            print(f"{e}: PyTorch's kernels, slower", file=sys.stderr)
+        say(f"{e}: PyTorch's kernels, slower")
         return False
 
 
@@ -157,8 +155,8 @@ def use_skinny_gemm(model):
     The matrices of a quantized model are packed, which frees the integers as the checkpoint stores them.
     """
     if model.dtype != torch.bfloat16:
-        if model.config.quant == "int4" and rank_and_size()[0] == 0:
-            print(f"int4 in {str(model.dtype)[6:]} has no kernels: bfloat16 is many times faster", file=sys.stderr)
+        if model.config.quant == "int4":
+            say(f"int4 in {str(model.dtype)[6:]} has no kernels: bfloat16 is many times faster")
         return
     if not is_built():
         use_kernels(model, "cpu")
