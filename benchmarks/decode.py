@@ -34,6 +34,7 @@ from ladder.memory import step_bytes
 from ladder.ranks import launch
 from ladder.ranks.world import World
 
+QUERY_RANK = 1536  # DeepSeek V2's
 FILLED = 128  # slots of the cache before a decode step
 WORLD = World(0, 1, torch.device("cpu"))
 # an engine's weights, behind the colon of its name: ours of as many bits
@@ -61,30 +62,58 @@ def ours(config, kind, args):
     return prepare
 
 
+def gguf_of_latents(c):
+    """Return what `deepseek2` names ({value: number}, {tensor of an attention: shape}, {tensor of experts: shape})."""
+    Q, L, X, R, Y = c.latent_attention.values()
+    E, N, size, shared = c.n_experts, c.n_heads, c.expert_size, c.shared_expert_size
+    values = {
+        "head_count_kv": 1, "rope_dimension_count": R, "q_lora_rank": Q, "kv_lora_rank": L,
+        "key_length": L + R, "value_length": L, "key_length_mla": X + R, "value_length_mla": Y,
+        "leading_dense_block_count": len(c.dense_layers), "expert_count": E, "expert_used_count": c.experts_per_token,
+        "expert_feed_forward_length": size, "expert_shared_count": shared // size,
+        "expert_weights_scale": c.expert_scale or 1.0,
+    }  # fmt: skip
+    attention = {
+        "attn_q_a": (Q, c.dim), "attn_q_a_norm": (Q,), "attn_q_b": (N * (X + R), Q),
+        "attn_kv_a_mqa": (L + R, c.dim), "attn_kv_a_norm": (L,), "attn_k_b": (N, L, X),
+        "attn_v_b": (N, Y, L), "attn_output": (c.dim, N * Y),
+    }  # fmt: skip
+    experts = {
+        "ffn_gate_inp": (E, c.dim), "ffn_gate_exps": (E, size, c.dim), "ffn_up_exps": (E, size, c.dim),
+        "ffn_down_exps": (E, c.dim, size), "ffn_gate_shexp": (shared, c.dim), "ffn_up_shexp": (shared, c.dim),
+        "ffn_down_shexp": (c.dim, shared),
+    }  # fmt: skip
+    return values, attention, experts
+
+
 def write_gguf(path, c, quant):
-    """Write llama.cpp's file of a Config with random weights."""
+    """Write llama.cpp's file of a Config with random weights: a dense Llama, or a mixture with latent attention."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, "llama")
+    queries, kv, mlp = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.intermediate_size
+    values = {"head_count_kv": c.n_kv_heads, "rope_dimension_count": c.head_dim}
+    attention = {
+        "attn_q": (queries, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim), "attn_output": (c.dim, queries),
+    }  # fmt: skip
+    dense, experts = {"ffn_gate": (mlp, c.dim), "ffn_up": (mlp, c.dim), "ffn_down": (c.dim, mlp)}, {}
+    if c.latent_attention:
+        values, attention, experts = gguf_of_latents(c)
+    writer = gguf.GGUFWriter(path, "deepseek2" if c.latent_attention else "llama")
     for name, value in {
         "tokenizer_model": "no_vocab", "vocab_size": c.vocab_size, "context_length": 1088, "embedding_length": c.dim,
-        "block_count": c.n_layers, "feed_forward_length": c.intermediate_size, "head_count": c.n_heads,
-        "head_count_kv": c.n_kv_heads, "rope_dimension_count": c.head_dim, "layer_norm_rms_eps": c.norm_eps,
-        "rope_freq_base": c.rope_theta,
+        "block_count": c.n_layers, "feed_forward_length": mlp, "head_count": c.n_heads,
+        "layer_norm_rms_eps": c.norm_eps, "rope_freq_base": c.rope_theta, **values,
     }.items():  # fmt: skip
         getattr(writer, f"add_{name}")(value)
-    queries, kv, mlp = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.intermediate_size
-    layer = {
-        "attn_norm": (c.dim,), "attn_q": (queries, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim),
-        "attn_output": (c.dim, queries), "ffn_norm": (c.dim,), "ffn_gate": (mlp, c.dim), "ffn_up": (mlp, c.dim),
-        "ffn_down": (c.dim, mlp),
-    }  # fmt: skip
     shapes = {"token_embd": (c.vocab_size, c.dim), "output": (c.vocab_size, c.dim), "output_norm": (c.dim,)}
-    shapes |= {f"blk.{i}.{name}": shape for i in range(c.n_layers) for name, shape in layer.items()}
+    for i in range(c.n_layers):
+        mlp_of_layer = experts if experts and i not in c.dense_layers else dense
+        layer = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,), **attention, **mlp_of_layer}
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
     random, types = numpy.random.default_rng(0), gguf.GGMLQuantizationType
     for name, shape in shapes.items():
         values = numpy.float32(0.02) * random.standard_normal(shape, numpy.float32)
-        kind = types.F32 if len(shape) == 1 else types[quant.upper() or "BF16"]
+        kind = types.F32 if len(shape) == 1 or "gate_inp" in name else types[quant.upper() or "BF16"]
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -167,8 +196,11 @@ def parse(argv):
         raise InputError(f"--engines: unknown {unknown.pop()!r}; known: {', '.join(ENGINES)}")
     if bool(args.checkpoint) != bool(args.gguf) and llama_cpp in map(ENGINES.get, args.engines):
         raise InputError("--checkpoint and --gguf: llama.cpp needs both or neither, so that the models are the same")
-    if named_size(args.model).n_experts and llama_cpp in map(ENGINES.get, args.engines):
-        raise InputError(f"--model {args.model} is a mixture of experts: llama.cpp's file is written for a dense Llama")
+    size = named_size(args.model)
+    if size.n_experts and not size.latent_attention and llama_cpp in map(ENGINES.get, args.engines):
+        raise InputError(
+            f"--model {args.model} is a mixture without latent attention, which is not written for llama.cpp"
+        )
     return args
 
 
@@ -178,6 +210,9 @@ def measure(args):
     name, config = flags.read_config(args)
     if not args.checkpoint:
         name, config = args.model, dataclasses.replace(config, tie_embeddings=False)
+        if config.latent_attention:  # llama.cpp knows none without latents of queries, but of 26 or 27 layers
+            latents = {**config.latent_attention, "query_rank": QUERY_RANK}
+            config = dataclasses.replace(config, latent_attention=latents)
     engines = {name: ENGINES[name](config, name.partition(":")[2], args) for name in args.engines}
     made = {**environment(WORLD), "model": name, "rounds": args.rounds}
     for kind, n in [("decode", batch) for batch in args.decode] + [("prefill", tokens) for tokens in args.prefill]:
