@@ -210,7 +210,8 @@ def measure(args):
     name, config = flags.read_config(args)
     if not args.checkpoint:
         name, config = args.model, dataclasses.replace(config, tie_embeddings=False)
-        if config.latent_attention:  # llama.cpp knows none without latents of queries, but of 26 or 27 layers
+        if config.latent_attention and llama_cpp in map(ENGINES.get, args.engines):
+            # llama.cpp takes a model without latents of queries only if it has 26 or 27 layers
             latents = {**config.latent_attention, "query_rank": QUERY_RANK}
             config = dataclasses.replace(config, latent_attention=latents)
     engines = {name: ENGINES[name](config, name.partition(":")[2], args) for name in args.engines}
