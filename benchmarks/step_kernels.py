@@ -28,24 +28,18 @@ FIRST, STEPS, ROUNDS, SHOWN = 2, 16, 5, 20  # tokens of the short run, steps mor
 
 def traced(run, device):
     """Return ({kernel: its calls}, {kernel: microseconds}) of run() on a GPU, or of the operators of a CPU."""
-    on_gpu = device.type == "cuda"
-    kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CUDA if on_gpu else kinds.CPU]) as trace:
-        run()
-        if on_gpu:
-            torch.cuda.synchronize(device)
-    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    rows = [row for row in trace.key_averages() if row.device_type == kind]
-    us = {row.key: row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in rows}
-    return Counter({row.key: row.count for row in rows}), Counter(us)
+    with torch.profiler.profile() as trace:  # of all kinds of devices
+        run()  # and reads its last token, so a GPU is done
+    kind, time = ("CUDA", "self_device_time_total") if device.type == "cuda" else ("CPU", "self_cpu_time_total")
+    rows = [row for row in trace.key_averages() if row.device_type.name == kind]
+    return Counter({row.key: row.count for row in rows}), Counter({row.key: getattr(row, time) for row in rows})
 
 
 def step_of(short, long):
     """Return {kernel: (calls, microseconds)} of a step, the longest first, from what traced() returned of two runs."""
-    (calls, us), (more_calls, more_us) = short, long
-    step = {name: ((more_calls[name] - calls[name]) / STEPS, (more_us[name] - us[name]) / STEPS) for name in more_us}
-    ran = {name: both for name, both in step.items() if both[0] > 0}
-    return dict(sorted(ran.items(), key=lambda item: -item[1][1]))
+    step = {name: tuple((more[name] - some[name]) / STEPS for some, more in zip(short, long, strict=True))
+            for name in long[0]}  # fmt: skip
+    return dict(sorted(((k, v) for k, v in step.items() if v[0] > 0), key=lambda item: -item[1][1]))
 
 
 def table(kernels, step_us):

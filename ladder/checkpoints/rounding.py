@@ -22,10 +22,7 @@ def to_int8(w):
 
 
 def to_e4m3(w, scales=None):
-    """Return e4m3 (N, K) and scales (N, 1) bfloat16 for w (N, K) float32; the largest of a row becomes 448.
-
-    Or it takes the scales (..., N, 1) that are given.
-    """
+    """Return e4m3 (N, K) and scales (N, 1) bfloat16, those given, or by which the largest of each row becomes 448."""
     scales = ((w.abs().amax(dim=1, keepdim=True) / FP8_MAX) if scales is None else scales).bfloat16()
     q = (w / _nonzero(scales.float())).clamp(-FP8_MAX, FP8_MAX)
     return q.to(torch.float8_e4m3fn), scales
