@@ -19,7 +19,7 @@ import torch
 
 import tp
 from ladder import outputs
-from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints import checkpoint, rounding, writing
 from ladder.checkpoints.checkpoint import dtype_name, read_json
 from ladder.checkpoints.compare import TOKENIZER_FILES
 from ladder.checkpoints.huggingface import LlamaWeights, config_from_hf, group, hf_names
@@ -119,11 +119,12 @@ def keep_quantized(config, available, quant, group_size):
 def convert(source, config, folder, dtype, shard_bytes):
     """Write our config.json and safetensors from a source's tensors, with one file in memory at a time.
 
-    Returns the kinds of matrices that are integers in the source and became floats. Raises InputError for tensors that
-    are missing, of another shape than the config says, not finite, or not part of the model.
+    Returns the kinds of matrices that are quantized in the source and became floats, and [(squares of what rounding
+    changed, squares of all)] of the matrices that became e4m3 here. Raises InputError for tensors that are missing, of
+    another shape than the config says, not finite, or not part of the model.
     """
     available, parameters = set(source.names()), dict(build(config).named_parameters())
-    shapes, dequantized = {name: tuple(w.shape) for name, w in parameters.items()}, []
+    shapes, dequantized, squares = {name: tuple(w.shape) for name, w in parameters.items()}, [], []
     scales = {name for name in shapes if name.endswith((".scales", ".zeros"))}
     dtypes = {n: w.dtype if n in scales or w.itemsize == 1 else dtype for n, w in parameters.items()}
     dtypes |= {name: torch.float32 for name in dtypes if mixture.stays_float32(config, name)}
@@ -134,7 +135,7 @@ def convert(source, config, folder, dtype, shard_bytes):
 
     def floats(name):
         tensor, stem = source.read(name), name.removesuffix(".weight")
-        if f"{stem}.scales" not in available:
+        if f"{stem}.scales" not in available or tensor.itemsize > 1:
             return tensor
         zeros = source.read(f"{stem}.zeros") if f"{stem}.zeros" in available else None
         return dequantize(tensor, source.read(f"{stem}.scales"), zeros)
@@ -162,7 +163,9 @@ def convert(source, config, folder, dtype, shard_bytes):
     def read(name):
         names, stem = ", ".join(sources[name]), name.rpartition(".")[0]
         try:
-            tensors = [source.read(n) if f"{stem}.scales" in shapes else floats(n) for n in sources[name]]
+            tensors = [source.read(n) for n in sources[name]]
+            if f"{stem}.scales" not in shapes or len({tensor.dtype for tensor in tensors}) > 1:
+                tensors = [floats(n) for n in sources[name]]
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
         except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
             if out_of_memory(e):
@@ -170,16 +173,25 @@ def convert(source, config, folder, dtype, shard_bytes):
             raise InputError(f"{names}: {first_line(e)}; the config makes it {shapes[name]}") from None
         if tensor.shape != shapes[name]:
             raise InputError(f"{names}: shape {tuple(tensor.shape)} does not make the {shapes[name]} of the config")
+        if dtypes[name] == torch.float8_e4m3fn and tensor.itemsize > 1:  # what the source has in blocks
+            check_finite(names, tensor)  # since e4m3 has no infinity
+            w, (tensor, row_scales) = tensor, rounding.to_e4m3(tensor, read(f"{stem}.scales"))
+            error = dequantize(tensor, row_scales.float()) - w
+            squares.append((error.square().sum().item(), w.square().sum().item()))
         is_int4 = name in scales and f"{stem}.zeros" in scales
         tensor = tensor.to(scales_dtype(stem) if is_int4 else dtypes[name])
-        if not checkpoint.all_finite(tensor):
-            raise InputError(f"{names}: NaN or infinite values in {dtype_name(tensor.dtype)}")
+        check_finite(names, tensor)
         return tensor
 
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     writing.write_weights(folder, sizes, read, shard_bytes)
     writing.write_config(folder, config)
-    return list(dict.fromkeys(dequantized))
+    return list(dict.fromkeys(dequantized)), squares
+
+
+def check_finite(names, tensor):
+    if not checkpoint.all_finite(tensor):
+        raise InputError(f"{names}: NaN or infinite values in {dtype_name(tensor.dtype)}")
 
 
 def check_lanes(config):
@@ -234,10 +246,14 @@ def main(argv=None):
             shutil.copyfile(args.tokenizer, out / name)
         elif folder is not None:
             writing.copy_tokenizer(folder, out)
-        dequantized = convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
+        dequantized, squares = convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
     if is_quantized and (dequantized or quantized.floats):
         names = [f"{count} of {name}" for name, count in quantized.floats.items()]
         print(f"dequantized to {dtype_name(dtype)}: {', '.join(names + [f'all of {name}' for name in dequantized])}")
+    if squares:
+        change = math.sqrt(sum(error for error, _ in squares) / (sum(size for _, size in squares) or 1))
+        what = f"{len(squares)} matrices of e4m3 in blocks"
+        print(f"{what} got a scale for each row, which changed them by {change:.1%} (root mean square)")
     form = f", int4 in groups of {config.group_size}" if config.quant == "int4" else ", fp8" if config.quant else ""
     size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}{form}"
     print(f"wrote {args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")

@@ -25,10 +25,11 @@ from ladder.ranks.world import choose_device
 def cases(device, traces):
     """Return the commands of all cases. Compiling takes most of the time, longest for a single row: it is tuned."""
     whole, some, shards, batches = "8b", "8b:4", ["30b-a3b:2", "8b:4", "70b:4"], "1 16"
-    small, links, how = "", "nvlink roce ib pcie pcie-host ethernet-100g", "--seconds 10 --prompt-length 1024"
+    small, step, links, how = "", "", "nvlink roce ib pcie pcie-host ethernet-100g", "--seconds 10 --prompt-length 1024"
     if device == "cpu":
         whole, some, shards, batches = "1b:1", "1b:1", ["1b:2"], "1 2"
         small, links, how = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager", "pcie", "--seconds 1 --eager"
+        step = " --prompt-length 16 --eager"
     decode = f"bench.py --tp 1 --device {device}{small} --batch"
     predict = f"-m extras.measure.sweep --simulate-tp 8 --batch 4 --device {device} {how}"
     predict += f" --link {links} --wiring standard ladder parallel-ladder upper-bound --model"
@@ -39,6 +40,7 @@ def cases(device, traces):
         f"-m benchmarks.int4_libraries --device {device}",
         f"{decode.removesuffix(' --batch')} --eager --batch {batches} --model {some}",  # captured, not compiled
         f"{decode} 1 --model {whole}",
+        f"-m benchmarks.step_kernels --device {device}{step} --model {whole}",
         *others,
         *(f"{predict} {model} --profile {shlex.quote(traces)}/{model[:-2]}" for model in shards),
     ]

@@ -7,13 +7,14 @@ import json
 import shlex
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from helpers import RANKS, ROOT, main_on_ranks, script
 
 import bench
-from benchmarks import decode, gpu, int4_libraries
+from benchmarks import decode, gpu, int4_libraries, step_kernels
 from extras.measure import plot, sweep
 from ladder.checkpoints.sizes import SIZES
 from ladder.errors import InputError
@@ -171,11 +172,11 @@ def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path)
 def test_gpu_measures_full_sizes_over_six_links_and_its_flags_are_known():
     commands = gpu.cases("cuda:0", "traces")
     assert commands[0].endswith("--batch 1 16 --model 8b:4:fp8") and commands[3].endswith("--batch 1 --model 8b")
-    assert commands[1] == "-m benchmarks.int4_libraries --device cuda:0" and len(commands) == 10
+    assert commands[1] == "-m benchmarks.int4_libraries --device cuda:0" and len(commands) == 11
     assert sum("--link nvlink roce ib pcie pcie-host ethernet-100g --" in command for command in commands) == 3
     for command in commands + gpu.cases("cpu", "traces"):
         script, *flags = shlex.split(command.removeprefix("-m "))
-        if script != "benchmarks.int4_libraries":
+        if script not in ("benchmarks.int4_libraries", "benchmarks.step_kernels"):
             (bench if script == "bench.py" else sweep).parse(flags)
 
 
@@ -192,12 +193,27 @@ def test_libraries_for_int4_are_compared_and_those_that_fail_are_skipped(printed
 def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path, printed):
     assert [gpu.run("-c 'raise SystemExit(3)'", 20), gpu.run("-c pass", 20)] == ["it ended with code 3", None]
     assert gpu.run("-c 'import time; time.sleep(60)'", 1) == "killed, for want of time or memory"
-    errors = iter([None, "broke", *[None] * 6])
+    errors = iter([None, "broke", *[None] * 7])
     monkeypatch.setattr(gpu, "run", lambda command, seconds: next(errors))
     printed(gpu, "--device", "cpu", "--json", tmp_path / "out")
     assert [line["error"] for line in read(tmp_path / "out")] == ["broke"] and not [*errors]
     printed(gpu, "--device", "cpu", "--seconds", 0, "--json", tmp_path / "late")
-    assert [line["error"] for line in read(tmp_path / "late")] == ["no time left"] * 8
+    assert [line["error"] for line in read(tmp_path / "late")] == ["no time left"] * 9
+
+
+def test_kernels_of_a_step_are_what_a_longer_run_has_more(printed, tmp_path, monkeypatch):
+    runs = [
+        ({"a": 5, "once": 1}, {"a": 10.0, "once": 7.0}),
+        ({"a": 37, "b": 16, "once": 1}, {"a": 42.0, "b": 16 * 9.0, "once": 7}),
+    ]
+    step = step_kernels.step_of(*([Counter(part) for part in run] for run in runs))
+    assert list(step.items()) == [("b", (1, 9)), ("a", (2, 2))]
+    monkeypatch.setattr(step_kernels, "SHOWN", 1)
+    rows = "| b | 1 | 9.0 | 45.0% |", "| 1 others | 2 | 2.0 | 10.0% |", "| between kernels | 0 | 9.0 | 45.0% |"
+    assert all(row in step_kernels.table(step, 20) for row in rows)
+    text = printed(step_kernels, "--device", "cpu", "--model", "1b:1", "--prompt-length", 4, "--json", tmp_path / "out")
+    (line,) = read(tmp_path / "out")
+    assert "| the step |" in text and line["kernels"]["ladder::attention_step"][0] == 1 == line["n_layers"]
 
 
 @pytest.mark.slow

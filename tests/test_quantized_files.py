@@ -19,6 +19,7 @@ from gguf import GGMLQuantizationType as Type
 from helpers import folder_logits, last_logits, run_ranks, train_tokenizer, unequal_rows
 from safetensors.torch import load, load_file, save, save_file
 from test_convert import FAMILIES, FOLDED, LLAMA3_ROPE, TOKENS, YARN, check_parity, convert, hf_model, shaken
+from test_fp8 import VALUES
 from test_fuzz import changed_bytes, changed_json
 from test_hostile import refused
 
@@ -109,8 +110,8 @@ def pack_quantized(w, seed, symmetric=True, act_order=False, size=32):
     return parts, exact(q, s, z), q
 
 
-def fp8(w, seed, rows=1, columns=None, name="weight_scale", shape=None):
-    """In blocks of so many rows and columns; the last ones may be smaller."""
+def fp8(w, seed, rows=1, columns=None, name="weight_scale", shape=None, scale_of=lambda least: least):
+    """In blocks of so many rows and columns; the last ones may be smaller. scale_of(the least scale that fits)."""
     N, K = w.shape
     rows, columns = rows or N, columns or K
     scales = torch.empty(math.ceil(N / rows), math.ceil(K / columns))
@@ -118,7 +119,7 @@ def fp8(w, seed, rows=1, columns=None, name="weight_scale", shape=None):
     for i in range(len(scales)):
         for j in range(len(scales[0])):
             at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-            scales[i, j] = w[at].abs().max() / 448
+            scales[i, j] = scale_of(w[at].abs().max() / 448)
             stored[at] = (w[at] / scales[i, j]).to(stored.dtype)
             result[at] = stored[at].double() * scales[i, j].double()
     extra = {} if shape is None else {"input_scale": torch.ones(1)}
@@ -141,7 +142,7 @@ FORMATS = {  # name: (a format, quantization_config, group size or "fp8")
     "pack-quantized, asymmetric": (lambda w, i: pack_quantized(w, i, False), COMPRESSED, 32),
     "pack-quantized, rows": (lambda w, i: pack_quantized(w, i, size=w.shape[1]), COMPRESSED, 128),  # become several
     "pack-quantized, act-order": (lambda w, i: pack_quantized(w, i, act_order=True), COMPRESSED, None),
-    "FP8, blocks": (block_fp8, BLOCKS, None),
+    "FP8, blocks": (block_fp8, BLOCKS, "fp8 anew"),
     "FP8, rows": (fp8, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {}}}}, "fp8"),
     "FP8, tensors": (lambda w, s: fp8(w, s, None, shape=()), {"quant_method": "fp8"}, "fp8"),
 }  # fmt: skip
@@ -177,15 +178,15 @@ def test_formats_of_safetensors_folders(name, tmp_path, capsys):
     check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
     assert "dequantized to float32: " in capsys.readouterr().out
     ours = convert(tmp_path / "hf", tmp_path / "ours")
-    bound = {"fp8": 0.15, None: 1e-5}.get(group_size, 3e-3)  # fp8 rounds activations, too
+    bound = {"fp8": 0.15, "fp8 anew": 0.2, None: 1e-5}.get(group_size, 3e-3)  # fp8 rounds activations, too
     check_logits(name, tmp_path / "hf", theirs, tmp_path, bound)
     if group_size is None:
         assert ours.config.quant is None and ours.config == checkpoint.read_config(tmp_path / "float")
         assert checkpoint.Weights(tmp_path / "ours").read("norm.weight").dtype == torch.bfloat16
         return
-    if group_size == "fp8":
+    if str(group_size).startswith("fp8"):
         assert (ours.config.quant, {*ours.config.not_quantized}) == ("fp8", {"tok_embeddings", "output"})
-        return check_e4m3(tmp_path, theirs)
+        return check_e4m3(tmp_path, theirs) if group_size == "fp8" else None
     assert (ours.config.quant, ours.config.group_size) == ("int4", group_size)
     assert {*ours.config.not_quantized} == {"tok_embeddings", "output"} - ({"output"} if name == "AWQ" else set())
     check_integers(tmp_path / "ours", theirs, integers)
@@ -202,6 +203,36 @@ def check_e4m3(folder, theirs):
     q, scales = (ours.read(f"layers.1.attention.wqkv.{part}") for part in ("weight", "scales"))
     w = theirs.get_submodule("model.layers.1.self_attn.v_proj").weight.double()[-64:]  # of the last head
     assert (q[-64:].double() * scales[-64:].double() - w).abs().max() <= 2**-8 * w.abs().max()
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_blocks_of_e4m3_become_rows_and_the_line_says_what_that_changes(power_of_two, tmp_path, capsys):
+    """Each number is the nearest one, by the definition of e4m3. The blocks do not divide the matrices."""
+    theirs = model(hidden_size=360, intermediate_size=208)
+    scale_of = (lambda least: 2 ** least.log2().ceil()) if power_of_two else lambda least: least
+
+    def make(w, seed):
+        return fp8(w * torch.logspace(-2, 0, len(w))[:, None], seed, 128, 128, "weight_scale_inv", None, scale_of)
+
+    chosen = [f"layers.{i}.{name}" for i in range(2) for name in ("self_attn.", "mlp.gate", "mlp.up", "mlp.down")][:-1]
+    write(tmp_path / "hf", theirs, make, BLOCKS, lambda name: "_proj" in name and any(part in name for part in chosen))
+    check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
+    capsys.readouterr()
+    convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
+    exact, ours = checkpoint.Weights(tmp_path / "float"), checkpoint.Weights(tmp_path / "ours")
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name in [name.removesuffix(".scales") for name in ours.names() if name.endswith(".scales")]:
+        w, q, s = (weights.read(f"{name}.{part}").double()
+                   for weights, part in ((exact, "weight"), (ours, "weight"), (ours, "scales")))  # fmt: skip
+        assert (s >= w.abs().amax(1, keepdim=True) / 448).all()
+        assert torch.equal((q * s - w).abs(), (VALUES * s[..., None] - w[..., None]).abs().amin(-1))
+        squares += torch.stack([(q * s - w).square().sum(), w.square().sum()])
+    change = (squares[0] / squares[1]).sqrt().item()
+    assert change < 1e-4 if power_of_two else 0.02 < change < 0.03
+    line = f"8 matrices of e4m3 in blocks got a scale for each row, which changed them by {change:.1%} (root"
+    assert line in capsys.readouterr().out
+    w2 = "layers.0.feed_forward.w2.weight"  # that of layer 1 is not e4m3, so this one is no longer
+    assert torch.equal(ours.read(w2), exact.read(w2))
 
 
 def check_logits(name, source, theirs, tmp_path, bound):
@@ -265,7 +296,9 @@ def test_what_is_not_quantized_alike_everywhere_is_dequantized(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("family", ["Qwen3MoeConfig", "MixtralConfig"])
-@pytest.mark.parametrize("form, dtype", [("AWQ", torch.uint8), ("FP8, rows", torch.float8_e4m3fn)])
+@pytest.mark.parametrize("form, dtype", [
+    ("AWQ", torch.uint8), ("FP8, rows", torch.float8_e4m3fn), ("FP8, blocks", torch.float8_e4m3fn),
+])  # fmt: skip
 def test_experts_one_by_one_or_together(form, dtype, family, tmp_path):
     theirs = shaken(hf_model((family, {**EXPERTS, "head_dim": 64})))
     theirs.save_pretrained(tmp_path / "plain")
@@ -639,6 +672,9 @@ BAD = {  # (format, what is wrong, message)
     "huge shape": ("pack-quantized", with_tensors(lambda s: s[f"{Q}weight_shape"].fill_(2**31 - 1)), "do not fit"),
     "NaN scales": ("AWQ", with_tensors(lambda s: s[f"{Q}scales"].fill_(math.nan)), "q_proj.scales, .*NaN or infinite"),
     "half the columns": ("GPTQ", halved("qweight"), "q_proj"),
+    "infinite scales": (
+        "FP8, blocks", with_tensors(lambda s: s[f"{Q}weight_scale_inv"].fill_(math.inf)), "NaN or infinite"
+    ),
     "half of FP8's scales": ("FP8, blocks", halved("weight_scale_inv"), "scales do not fit a weight"),
     "half of the zero points": ("AWQ", halved("qzeros"), "do not fit scales"),
     "one scale more": (

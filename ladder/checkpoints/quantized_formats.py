@@ -1,7 +1,7 @@
 """Reads quantized matrices: those of AWQ, GPTQ, compressed-tensors, FP8 and MXFP4; gguf_file.py reads more.
 
-N outputs, K columns, G groups of columns. What is s q + z in groups, q from 0 to 15, stays integers, and e4m3 with a
-scale for each row, or one in all, stays e4m3: QuantizedWeights.
+N outputs, K columns, G groups of columns. What is s q + z in groups, q from 0 to 15, stays integers. e4m3 stays e4m3:
+the same bytes if there is a scale for each row, or one in all; of blocks, convert_hf_checkpoint.py makes rows.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ladder.checkpoints import rounding
 from ladder.errors import InputError, first_line
 from ladder.kernels.quant_linear import unpack
 from ladder.ranks.ending import out_of_memory
@@ -40,8 +41,8 @@ class Matrix(NamedTuple):
     """A quantized matrix: floats() returns W (N, K).
 
     group: the columns of a group if W can stay integers, or 0. Then there are q() (N, K) uint8, scales() and zeros()
-    (N, K / group) float32. Those of experts have a dimension E in front. If W can stay e4m3, there are q() and scales()
-    (N, 1), but no group and no zeros.
+    (N, K / group) float32. Those of experts have a dimension E in front. If W can stay e4m3, there are scales() (N, 1),
+    but no group and no zeros, and q() if its bytes can stay, too.
     """
 
     kind: str  # its format
@@ -77,8 +78,9 @@ class QuantizedWeights:
 
     X.weight is floats. Or, if X is 4-bit integers in groups of `group_size` columns, X.weight is (N, K / 2) uint8, as
     ladder/kernels/quant_linear.py packs them, with X.scales and X.zeros (N, K / group_size) float32, not yet rounded.
-    Or it is e4m3 with X.scales (N, 1), if none is such integers. group_size: of the smallest groups, which divides the
-    others, or None. quant: "int4", "fp8" or None. floats: {format: how many matrices are floats here}.
+    Or, if none is such integers, it has X.scales (N, 1) and is e4m3, or floats that can become e4m3 with these scales.
+    group_size: of the smallest groups, which divides the others, or None. quant: "int4", "fp8" or None. floats: {a
+    format: how many matrices are floats here, and stay so}.
     folder: of a GGUF file, a TemporaryDirectory with its other files.
     """
 
@@ -87,7 +89,7 @@ class QuantizedWeights:
         last = {name: name.rpartition(".")[2] for name in matrices}
         stay = {name: m for name, m in matrices.items() if m.group and last[name] in MATRICES}
         self.group_size = math.gcd(*(m.group for m in stay.values())) or None
-        e4m3 = {name for name, m in matrices.items() if m.q and not m.group and last[name] in MATRICES}
+        e4m3 = {name for name, m in matrices.items() if m.scales and not m.group and last[name] in MATRICES}
         self.quant = "int4" if stay else "fp8" if e4m3 else None
         self.tensors, self.floats, self.folder = dict(plain), Counter(), None
         for name, m in matrices.items():
@@ -96,7 +98,7 @@ class QuantizedWeights:
                 for part, read in ("scales", m.scales), ("zeros", m.zeros):
                     self.tensors[f"{name}.{part}"] = functools.partial(_repeated, read, m.group // self.group_size)
             elif self.quant == "fp8" and name in e4m3:
-                self.tensors |= {f"{name}.weight": m.q, f"{name}.scales": m.scales}
+                self.tensors |= {f"{name}.weight": m.q or m.floats, f"{name}.scales": m.scales}
             else:
                 self.tensors[f"{name}.weight"] = m.floats
                 self.floats[m.kind] += 1
@@ -252,9 +254,12 @@ def scaled(parts, settings, name="weight_scale"):
     def scales():
         return parts[name]().float().reshape(-1, 1).expand(len(parts["weight"]()), 1)
 
-    stays = not block and parts["weight"]().dtype == torch.float8_e4m3fn
-    stays &= parts[name]().numel() in (1, len(parts["weight"]()))
-    return Matrix("8 bits with scales", floats, 0, *(q, scales) if stays else ())
+    kind = "8 bits with scales"
+    if parts["weight"]().dtype != torch.float8_e4m3fn:
+        return Matrix(kind, floats)
+    if not block and parts[name]().numel() in (1, len(parts["weight"]())):
+        return Matrix(kind, floats, 0, q, scales)
+    return Matrix(kind, floats, scales=lambda: rounding.e4m3_power_of_two(floats()))
 
 
 def mxfp4(parts, settings):
@@ -292,7 +297,8 @@ def dequantizing(source, values, path):
         raise InputError(f"{path}: transform_config, which rotates activations, is not computed")
     with errors_of(f"{path}/config.json: quantization_config"):
         inputs = [group.get("input_activations") for group in (settings.get("config_groups") or {}).values()]
-    in_8_bits = any((*inputs, settings.get("kv_cache_scheme"), settings.get("activation_scheme")))
+    keys = "kv_cache_scheme", "activation_scheme", "activation_scale_ub"
+    in_8_bits = any((*inputs, *map(settings.get, keys)))
     grouped, plain, matrices = {}, {}, {}
     for name in source.names():
         read = functools.partial(source.read, name)
@@ -309,6 +315,10 @@ def dequantizing(source, values, path):
             matrices[name] = make(parts, settings)
     result = QuantizedWeights(plain, matrices)
     if in_8_bits:
-        what = "the cache stays" if result.quant == "fp8" else "activations and the cache stay"
-        print(f"{what} floats: that quantization_config stores them in 8 bits is not used")
+        what = (
+            "activations get a scale for each token, the cache stays"
+            if result.quant == "fp8"
+            else "activations and the cache stay"
+        )
+        print(f"{what} floats, whatever quantization_config says of them")
     return result

@@ -21,11 +21,20 @@ def to_int8(w):
     return q.to(torch.int8), scales
 
 
-def to_e4m3(w):
-    """Return e4m3 (N, K) and scales (N, 1) bfloat16 for w (N, K) float32; the largest of a row becomes 448."""
-    scales = (w.abs().amax(dim=1, keepdim=True) / FP8_MAX).bfloat16()
+def to_e4m3(w, scales=None):
+    """Return e4m3 (N, K) and scales (N, 1) bfloat16, those given, or by which the largest of each row becomes 448."""
+    scales = ((w.abs().amax(dim=1, keepdim=True) / FP8_MAX) if scales is None else scales).bfloat16()
     q = (w / _nonzero(scales.float())).clamp(-FP8_MAX, FP8_MAX)
     return q.to(torch.float8_e4m3fn), scales
+
+
+def e4m3_power_of_two(w):
+    """Return the scales (N, 1) float32 of w (N, K), powers of two, with which e4m3 holds all its numbers.
+
+    So e4m3 in blocks whose scales are powers of two, too, loses nothing: the exponents take up the difference.
+    """
+    _, exponents = torch.frexp(w.abs().amax(dim=1, keepdim=True) / FP8_MAX)
+    return torch.ldexp(torch.ones(exponents.shape), exponents)
 
 
 def to_int4(w, group_size, dtype=torch.float16, importance=None):
