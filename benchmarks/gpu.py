@@ -24,7 +24,7 @@ from ladder.ranks.world import choose_device
 
 def cases(device, traces):
     """Return the commands of all cases. Compiling takes most of the time, longest for a single row: it is tuned."""
-    whole, some, shards, batches = "8b", "8b:4", ["30b-a3b:2", "8b:4", "70b:4"], "1 16"
+    whole, some, shards, batches = "8b", "8b:4", ["instella:4", "8b:4", "70b:4", "30b-a3b:2"], "1 16"
     small, step, links, how = "", "", "nvlink roce ib pcie pcie-host ethernet-100g", "--seconds 10 --prompt-length 1024"
     if device == "cpu":
         whole, some, shards, batches = "1b:1", "1b:1", ["1b:2"], "1 2"
@@ -32,7 +32,7 @@ def cases(device, traces):
         step = " --prompt-length 16 --eager"
     decode = f"bench.py --tp 1 --device {device}{small} --batch"
     predict = f"-m extras.measure.sweep --simulate-tp 8 --batch 4 --device {device} {how}"
-    predict += f" --link {links} --wiring standard ladder parallel-ladder upper-bound --model"
+    predict += f" --link {links} --wiring standard ladder"
     kernels = {"fp8": ":fp8", "int4": ":int4", "int8": ":int8", "bfloat16": ""}
     fp8, *others = (f"{decode} {batches} --model {some}{quant}" for quant in kernels.values())
     return [
@@ -42,7 +42,11 @@ def cases(device, traces):
         f"{decode} 1 --model {whole}",
         f"-m benchmarks.step_kernels --device {device}{step} --model {whole}",
         *others,
-        *(f"{predict} {model} --profile {shlex.quote(traces)}/{model[:-2]}" for model in shards),
+        *(
+            f"{predict} {'farskip' if model.startswith('instella') else 'parallel-ladder'} upper-bound --model {model} "
+            f"--profile {shlex.quote(traces)}/{model[:-2]}"
+            for model in shards
+        ),
     ]
 
 

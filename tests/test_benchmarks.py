@@ -16,9 +16,9 @@ from helpers import RANKS, ROOT, main_on_ranks, script
 import bench
 from benchmarks import decode, gpu, int4_libraries, step_kernels
 from extras.measure import plot, sweep
-from ladder.checkpoints.sizes import SIZES
+from ladder.checkpoints.sizes import SIZES, named_size
 from ladder.errors import InputError
-from model import WIRINGS, Config
+from model import WIRINGS, Config, build
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
 
@@ -166,14 +166,27 @@ def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path)
         decode.main([*map(str, flags), "llama.cpp"])
 
 
+def test_llama_cpp_s_file_of_a_mixture_with_latents_has_all_parameters(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    latents = {"query_rank": 24, "latent_dim": 32, "key_dim": 16, "rope_dim": 8, "value_dim": 16}
+    config = dataclasses.replace(
+        named_size("deepseek-v2-lite:3"), dim=64, n_heads=2, n_kv_heads=2, head_dim=24, rotary_dim=8, vocab_size=96,
+        latent_attention=latents, intermediate_size=96, n_experts=4, expert_size=32, shared_expert_size=64,
+        experts_per_token=2,
+    )  # fmt: skip
+    decode.write_gguf(tmp_path / "a.gguf", config, "")
+    tensors = gguf.GGUFReader(tmp_path / "a.gguf").tensors
+    assert sum(int(t.n_elements) for t in tensors) == sum(p.numel() for p in build(config).parameters())
+
+
 # ---- gpu.py ----------------------------------------------------------------------------------------------------------
 
 
 def test_gpu_measures_full_sizes_over_six_links_and_its_flags_are_known():
     commands = gpu.cases("cuda:0", "traces")
     assert commands[0].endswith("--batch 1 16 --model 8b:4:fp8") and commands[3].endswith("--batch 1 --model 8b")
-    assert commands[1] == "-m benchmarks.int4_libraries --device cuda:0" and len(commands) == 11
-    assert sum("--link nvlink roce ib pcie pcie-host ethernet-100g --" in command for command in commands) == 3
+    assert commands[1] == "-m benchmarks.int4_libraries --device cuda:0" and len(commands) == 12
+    assert sum("--link nvlink roce ib pcie pcie-host ethernet-100g --" in command for command in commands) == 4
     for command in commands + gpu.cases("cpu", "traces"):
         script, *flags = shlex.split(command.removeprefix("-m "))
         if script not in ("benchmarks.int4_libraries", "benchmarks.step_kernels"):
@@ -245,7 +258,7 @@ README = str(ROOT / "README.md")
     (sweep, f"--show '{README}'", f"{README} has no line of this script's, with 'limit_ms'"),
     (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:eager,"),
     (decode, "--engines llama.cpp --gguf x", "--checkpoint and --gguf: llama.cpp needs both or neither"),
-    (decode, "--engines ours llama.cpp --model 30b-a3b:1", "--model 30b-a3b:1 is a mixture of experts: llama.cpp's"),
+    (decode, "--engines ours llama.cpp --model 30b-a3b:1", "--model 30b-a3b:1 is a mixture without latent"),
     (decode, f"--show '{README}'", f"{README} has no line of this script's, with 'engine'"),
     (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
 ])  # fmt: skip
