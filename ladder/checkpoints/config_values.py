@@ -59,7 +59,7 @@ KINDS = [  # ((what a value must be, a function that says whether it is), keys)
         "mscale mscale_all_dim llama_4_scaling_beta"),
     (("true or false", lambda value: type(value) is bool), """tie_word_embeddings attention_bias mlp_bias qkv_bias
         attention_out_bias use_qkv_bias use_sliding_window use_parallel_residual parallel_blocks qk_norm
-        norm_topk_prob rope_interleave use_qk_norm gated_attention farskip
+        norm_topk_prob rope_interleave use_qk_norm gated_attention farskip truncate
         use_comm use_attention_comm use_mlp_comm use_early_comm pre_norm_lane_agg
         replicated_rmsn_scale"""),
     (("a text", lambda value: isinstance(value, str)),
