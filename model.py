@@ -119,8 +119,10 @@ class Config:
     @functools.cached_property
     def layer_wirings(self):
         """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
-        chosen = wiring_text.choose_layers(self.parsed, self.named_wiring, self.n_layers)
-        return tuple(self.named_wiring if i in chosen else WIRINGS["standard"] for i in range(self.n_layers))
+        named = self.named_wiring
+        chosen = wiring_text.choose_layers(self.parsed, named, self.n_layers)
+        other = dataclasses.replace(named, stale=0) if named.rest_waits else WIRINGS["standard"]
+        return tuple(named if i in chosen else other for i in range(self.n_layers))
 
     @property
     def fixed_lanes(self):
@@ -291,6 +293,7 @@ class Wiring:
     loop: Callable = residual_loop  # runs the sublayers, as described there
     stale: int = 0  # how many of the newest sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
+    rest_waits: bool = False  # whether layers that n leaves out keep these sublayers, not stale, or are standard
     n_means: str | None = "layers"  # what n is: "layers", the last n of them; "period", see below; None: there is no n
     # A lane is a shard of the weights with a residual stream of its own, usually the one of a rank. The rest is for
     # wirings that compute another function on another number of lanes (ladder/lanes/wirings.py).
@@ -313,9 +316,9 @@ WIRINGS = {
 def all_wirings():
     """Return {name: Wiring}: WIRINGS, and those that are made of the same parts elsewhere."""
     from ladder.lanes.wirings import LANE_WIRINGS  # whose function depends on the number of lanes
-    from ladder.layers.farskip import FARSKIP  # for mixtures with a shared expert
+    from ladder.layers.farskip import FARSKIPS  # for mixtures with a shared expert
 
-    return WIRINGS | {"farskip": FARSKIP} | LANE_WIRINGS
+    return WIRINGS | FARSKIPS | LANE_WIRINGS
 
 
 def find_wiring(name):

@@ -44,7 +44,9 @@ def check(c):
         from ladder.layers import mixture
 
         mixture.check(c)
-    elif given := [n for n in EXPERT_FIELDS if getattr(c, n)] + ["wiring farskip"] * (c.parsed.name == "farskip"):
+    elif given := [n for n in EXPERT_FIELDS if getattr(c, n)] + [f"wiring {c.wiring}"] * c.parsed.name.startswith(
+        "farskip"
+    ):
         raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
     if c.router != "softmax" and not c.n_experts:
         raise InputError(f"router {c.router!r} is for a mixture of experts, which has n_experts")

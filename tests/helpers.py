@@ -74,7 +74,7 @@ def variants(name):
 
 
 # those of any dense model; farskip is for mixtures (tests/test_experts.py), and tests/test_laneformer.py has its own
-NAMES = [name for name, wiring in all_wirings().items() if not wiring.model and name != "farskip"]
+NAMES = [name for name, wiring in all_wirings().items() if not wiring.model and not wiring.rest_waits]
 WIRED = [changes for name in NAMES for changes in variants(name)]
 ANY_TP = [changes for changes in WIRED if not table_entry(changes).depends_on_lanes]
 ONE_EACH = [*{id(table_entry(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some

@@ -46,6 +46,10 @@ FARSKIP = [  # dense layers first, in the middle, last
     for config in (MIXTURE, SHARED) for dense in ((0,), (1,), (2,), (0, 2))
 ]  # fmt: skip
 CONFIGS += [config for config in FARSKIP if config not in CONFIGS]
+CONFIGS += [  # in some layers, or of some sublayers, only
+    dataclasses.replace(SHARED, n_layers=5, dense_layers=dense, wiring=wiring)
+    for wiring in ("farskip:2", "farskip:1-2", "farskip-attention", "farskip-mlp:1,3") for dense in ((), (0,))
+]  # fmt: skip
 
 
 def config_id(config):

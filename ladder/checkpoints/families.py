@@ -151,10 +151,10 @@ FAMILIES = {
         **DEEPSEEK_ONLY, **SIGMOID_ONLY, "gated_attention": False, "farskip": False,
     }),
     # AMD's, with DeepSeek V3's model_type: known by its architectures
-    "instella_moe": Family({**DEEPSEEK_V3, "gated_attention": True, "farskip": True}, SIGMOID, only={
-        **DEEPSEEK_ONLY, **SIGMOID_ONLY, "farskip_start_idx": 0, "farskip_end_idx": 1e4, "attn_only_farskip": False,
-        "mlp_only_farskip": False,
-    }),
+    "instella_moe": Family({
+        **DEEPSEEK_V3, "gated_attention": True, "farskip": True, "farskip_start_idx": 0, "farskip_end_idx": 1e4,
+        "attn_only_farskip": False, "mlp_only_farskip": False,
+    }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY}),
     "glm4_moe": Family({
         **DEEPSEEK, "attention_bias": False,
         "bos_token_id": None, "eos_token_id": None, "first_k_dense_replace": 1, "max_position_embeddings": 131072,

@@ -67,6 +67,16 @@ def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
     return name if ladder_layers in (n_layers, list(range(n_layers))) else wiring_name(name, ladder_layers)
 
 
+def farskip_from_hf(hf):
+    """Return the text of the wiring that farskip, its range of layers and its two restrictions make."""
+    n_layers, only = hf["num_hidden_layers"], (hf["attn_only_farskip"], hf["mlp_only_farskip"])
+    layers = range(math.ceil(hf["farskip_start_idx"]), min(math.floor(hf["farskip_end_idx"]), n_layers - 1) + 1)
+    if all(only) or not layers:  # AMD's code takes both together for neither sublayer being early
+        return "standard"
+    name = "farskip-attention" if only[0] else "farskip-mlp" if only[1] else "farskip"
+    return name if len(layers) == n_layers else wiring_name(name, layers)
+
+
 def text_values(values):
     """Return the values of the language model in a config.json that also describes towers for pictures.
 
@@ -208,7 +218,7 @@ def our_values(hf):
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
         **FAMILIES[family].values, **hf.get("laneformer", {}), **linear, **latent, **experts,
-        **({"wiring": "farskip"} if hf.get("farskip") else {}),
+        **({"wiring": farskip_from_hf(hf)} if hf.get("farskip") else {}),
     }  # fmt: skip
 
 
