@@ -60,6 +60,7 @@ class Config:
     wo_bias: bool = False
     qk_norm: bool = False
     whole_qk_norm: bool = False  # one norm over the heads of all ranks, not one for each head
+    attention_sinks: bool = False  # whether a head attends to one more key, of a learned score and no value
     attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
     score_cap: float | None = None  # scores become cap tanh(score / cap)
     query_scale: float | None = None  # multiplies queries
@@ -73,8 +74,8 @@ class Config:
     norm: str = "rms"  # a name in NORMS (ladder/layers/norms.py); called as NORMS[norm](dim, eps)
     input_norms: bool = True  # whether a sublayer norms what it reads
     post_norms: bool = False  # whether the sum of a sublayer's partials is normed before it is added to x
-    mlp_bias: bool = False
-    activation: str = "silu"  # of the MLP's gate, a name in ACTIVATIONS
+    mlp_bias: bool = False  # of a mixture: experts and router
+    activation: str = "silu"  # of the MLP's gate, a name in ACTIVATIONS; or "clamped_swiglu"
     embedding_scale: float | None = None
     logit_cap: float | None = None
     # mixtures of experts: ladder/layers/mixture.py
@@ -118,8 +119,10 @@ class Config:
     @functools.cached_property
     def layer_wirings(self):
         """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
-        chosen = wiring_text.choose_layers(self.parsed, self.named_wiring, self.n_layers)
-        return tuple(self.named_wiring if i in chosen else WIRINGS["standard"] for i in range(self.n_layers))
+        named = self.named_wiring
+        chosen = wiring_text.choose_layers(self.parsed, named, self.n_layers)
+        other = dataclasses.replace(named, stale=0) if named.rest_waits else WIRINGS["standard"]
+        return tuple(named if i in chosen else other for i in range(self.n_layers))
 
     @property
     def fixed_lanes(self):
@@ -290,6 +293,7 @@ class Wiring:
     loop: Callable = residual_loop  # runs the sublayers, as described there
     stale: int = 0  # how many of the newest sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
+    rest_waits: bool = False  # whether layers that n leaves out keep these sublayers, not stale, or are standard
     n_means: str | None = "layers"  # what n is: "layers", the last n of them; "period", see below; None: there is no n
     # A lane is a shard of the weights with a residual stream of its own, usually the one of a rank. The rest is for
     # wirings that compute another function on another number of lanes (ladder/lanes/wirings.py).
@@ -312,9 +316,9 @@ WIRINGS = {
 def all_wirings():
     """Return {name: Wiring}: WIRINGS, and those that are made of the same parts elsewhere."""
     from ladder.lanes.wirings import LANE_WIRINGS  # whose function depends on the number of lanes
-    from ladder.layers.farskip import FARSKIP  # for mixtures with a shared expert
+    from ladder.layers.farskip import FARSKIPS  # for mixtures with a shared expert
 
-    return WIRINGS | {"farskip": FARSKIP} | LANE_WIRINGS
+    return WIRINGS | FARSKIPS | LANE_WIRINGS
 
 
 def find_wiring(name):
@@ -373,16 +377,22 @@ class PostNormSums(Collectives):
 # ---- The layers ------------------------------------------------------------------------------------------------------
 
 
-def attend(q, k, v, mask, positions, window, score_cap):
+def attend(q, k, v, mask, positions, window, score_cap, sinks=None):
     """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
 
     mask: (B, S, T'), T' <= T; only the first T' slots are read. positions (B, S), of q, and window: for other kernels
-    in this one's place, which take no mask.
+    in this one's place, which take no mask. sinks (K * G), without a score_cap: each query head's score of a key more.
     """
     # The G query heads of a KV head become one head of G * S queries, so that no key is ever copied.
     B, _, G, S, H = q.shape
     mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
     k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
+    if sinks is not None:  # a dimension more, in which only that key is not 0, makes its score the sink for any query
+        k, v, mask = F.pad(k, (0, 8, 0, 1)), F.pad(v, (0, 8, 0, 1)), F.pad(mask, (0, 1), value=True)
+        k[:, :, -1, H] = H**0.5
+        sinks = sinks.view(q.shape[1], G, 1, 1).expand(*q.shape[:4], 1)
+        q = torch.cat((q, sinks.type_as(q), torch.zeros_like(q[..., :7])), -1)
+        return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask, scale=H**-0.5)[..., :H]
     if score_cap:
         scores = (q.flatten(2, 3) * H**-0.5 @ k.mT).float()
         scores = score_cap * (scores / score_cap).tanh()
@@ -426,6 +436,7 @@ class Attention(nn.Module):
             make_norm = NORMS[config.norm]
             self.q_norm = make_norm(N * H if self.whole_norm else H, config.norm_eps)
             self.k_norm = make_norm(K * H if self.whole_norm else H, config.norm_eps)
+        self.sinks = nn.Parameter(torch.empty(N)) if config.attention_sinks else None
         self.attend, self.rotate_into_cache = attend, rotate_into_cache  # there may be faster kernels
 
     @property
@@ -450,10 +461,11 @@ class Attention(nn.Module):
             q = (q * metadata.query_scale).type_as(q)
         mask = metadata.window_mask if self.window else metadata.mask
         # both ways return their numbers in the order of q
-        if mask is None:  # causal, no earlier keys, no score_cap: see attention_metadata
+        if mask is None:  # causal, no earlier keys, no score_cap, no sinks: see attention_metadata
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
-            y = self.attend(q, *(cache or (k, v)), mask, metadata.positions, self.window, self.score_cap)
+            how = metadata.positions, self.window, self.score_cap, self.sinks
+            y = self.attend(q, *(cache or (k, v)), mask, *how)
         y = y.reshape(q.shape)  # (B, K, G, S, H)
         if gate is not None:
             y = y * gate.sigmoid()

@@ -89,7 +89,7 @@ class TensorParallel(Collectives):
 
 
 def shard_plan(config, rank, shares):
-    """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each sharded linear and norm.
+    """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each sharded linear, norm and vector.
 
     Column-parallel (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. Raises InputError if a rank would have no
@@ -100,6 +100,7 @@ def shard_plan(config, rank, shares):
         raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {N}: use 1 to {N}")
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
+    plan["sinks"] = 0, [(start // config.head_dim, stop // config.head_dim) for start, stop in wo]  # one of each head
     if config.linear_layers:
         first, end = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
         from ladder.layers import linear_attention
@@ -246,7 +247,7 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
     if ranges is None or (row_parallel and whole.shape[-1] == 1):  # a norm, an embedding; int8's scales of rows
         return ShardSlice(whole.shape, dtype, as_stored=as_stored)
     columns_per_element = model.get_submodule(path).in_features // whole.shape[-1] if row_parallel else 1
-    shape, dim = list(whole.shape), dim + (whole.dim() == 3)  # experts come first
+    shape, dim = list(whole.shape), dim + (".experts." in name)  # experts come first
     shape[dim] = sum(stored_length(start, stop, columns_per_element) for start, stop in ranges)
     return ShardSlice(tuple(shape), dtype, dim, ranges, columns_per_element, as_stored)
 

@@ -23,7 +23,9 @@ def check(c):
     if c.llama4_beta and "original_max_position_embeddings" not in (c.rope_scaling or {}):
         raise InputError("llama4_beta needs a rope_scaling with original_max_position_embeddings")
     check_norms(c)
-    if c.activation not in ACTIVATIONS:
+    if c.attention_sinks and (c.latent_attention or c.score_cap):
+        raise InputError(f"attention_sinks are not for {'score_cap' if c.score_cap else 'latent_attention'}")
+    if c.activation not in ACTIVATIONS and not c.n_experts:  # else see mixture.check
         raise InputError(f"activation {c.activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
     if c.window_layers and (c.sliding_window or 0) < 1:
         raise InputError("window_layers needs a sliding_window of 1 or more tokens")
@@ -42,7 +44,9 @@ def check(c):
         from ladder.layers import mixture
 
         mixture.check(c)
-    elif given := [n for n in EXPERT_FIELDS if getattr(c, n)] + ["wiring farskip"] * (c.parsed.name == "farskip"):
+    elif given := [n for n in EXPERT_FIELDS if getattr(c, n)] + [f"wiring {c.wiring}"] * c.parsed.name.startswith(
+        "farskip"
+    ):
         raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
     if c.router != "softmax" and not c.n_experts:
         raise InputError(f"router {c.router!r} is for a mixture of experts, which has n_experts")

@@ -74,7 +74,7 @@ def variants(name):
 
 
 # those of any dense model; farskip is for mixtures (tests/test_experts.py), and tests/test_laneformer.py has its own
-NAMES = [name for name, wiring in all_wirings().items() if not wiring.model and name != "farskip"]
+NAMES = [name for name, wiring in all_wirings().items() if not wiring.model and not wiring.rest_waits]
 WIRED = [changes for name in NAMES for changes in variants(name)]
 ANY_TP = [changes for changes in WIRED if not table_entry(changes).depends_on_lanes]
 ONE_EACH = [*{id(table_entry(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
@@ -243,7 +243,7 @@ def p_value(draws, least=0):
     return torch.special.gammaincc(*(torch.tensor([freedom, distance], dtype=torch.float64) / 2)).item()
 
 
-def check_split_attention(count, window, T, device):
+def check_split_attention(count, window, T, device, sinks=None):
     """Compare split_attend, compiled, with attend in rows of different lengths, one of them done, of `count` queries.
 
     Keys in blocks that a row need not read are NaN.
@@ -255,17 +255,17 @@ def check_split_attention(count, window, T, device):
     k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
     positions, keys = starts + torch.arange(count), torch.arange(T)
     mask = (keys <= positions[..., None]) & (keys > positions[..., None] - (window or T))
-    plain = attend(q, k, v, mask, positions, window, None)
+    plain = attend(q, k, v, mask, positions, window, None, sinks)
     for row, (start, end) in enumerate(positions[:, [0, -1]].clamp(max=T - 1).tolist()):
         needed = range((max(0, start + 1 - window) if window else 0) // KEY_BLOCK, end // KEY_BLOCK + 1)
         unneeded = [i for i in range(513) if i // KEY_BLOCK not in needed]
         k[row, :, unneeded] = v[row, :, unneeded] = torch.nan
 
     @functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    def split(q, *rest):  # with heads apart: the compiler for CPUs takes no view of another shape (torch 2.13)
-        return split_attend(q.unflatten(2, (4, count)), *rest, window, None)
+    def split(q, sinks, *rest):  # with heads apart: the compiler for CPUs takes no view of another shape (torch 2.13)
+        return split_attend(q.unflatten(2, (4, count)), *rest, window, None, sinks)
 
-    result = split(*[x.to(device) for x in (q.flatten(2, 3), k, v, mask, positions)]).cpu()
+    result = split(*[x if x is None else x.to(device) for x in (q.flatten(2, 3), sinks, k, v, mask, positions)]).cpu()
     assert torch.allclose(plain[:-1], result[:-1], atol=1e-5)
 
 

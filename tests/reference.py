@@ -217,7 +217,7 @@ class MixtureReference(Reference):
         return self.experts(p + "feed_forward.", x) + self.shared_expert(p + "feed_forward.", x)
 
     def stream(self, x0):
-        return [self.farskip(x0)] if self.c.wiring == "farskip" else super().stream(x0)
+        return [self.farskip(x0)] if "farskip" in self.c.wiring else super().stream(x0)
 
     def gated(self, x, w1, w3, w2):
         gate = w1 @ x
@@ -247,14 +247,18 @@ class MixtureReference(Reference):
 
     def farskip(self, x0):
         """The stream x; y is x without the routed experts of the layer before, and after a dense layer all of x."""
-        x = y = x0
+        x, y, layers = x0, x0, self.wiring()[1]
         for layer in range(self.c.n_layers):
-            p = f"layers.{layer}."
-            a = self.attention(layer, y, self.shards[0])
+            p, is_early = (
+                f"layers.{layer}.",
+                [layer in layers and f"-{skip}" not in self.c.wiring for skip in ("mlp", "attention")],
+            )
+            a = self.attention(layer, y if is_early[0] else x, self.shards[0])
+            read = x if is_early[1] else x + a
             if layer in self.c.dense_layers:
-                x = y = x + a + self.mlp(layer, x, self.shards[0])
+                x = y = x + a + self.mlp(layer, read, self.shards[0])
                 continue
-            normed = self.norm(x, p + "ffn_norm")  # of x without this layer's attention
+            normed = self.norm(read, p + "ffn_norm")  # if early, of x without this layer's attention
             y = x + a + self.shared_expert(p + "feed_forward.", normed)
             x = y + self.experts(p + "feed_forward.", normed)
         return x

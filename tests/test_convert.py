@@ -268,7 +268,7 @@ def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     assert (ours.bos_id, ours.eos_ids) == (theirs.bos_token_id, ends)
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(theirs)
-    biases = {name.rpartition("_proj")[0][-1] for name in theirs.state_dict() if name.endswith("proj.bias")}
+    biases = {name.rpartition("_proj")[0][-1] for name in theirs.state_dict() if re.search("proj.bias$", name)}
     assert ours.qkv_bias == ("q" in biases) and ours.wo_bias == ("o" in biases) and ours.mlp_bias == ("n" in biases)
     turned = getattr(theirs.config, "no_rope_layers", None) or ()
     assert ours.nope_layers == tuple(i for i, t in enumerate(turned) if not t)
@@ -477,14 +477,15 @@ BAD_CONFIGS = [
     ({"model_type": "phi3", "rope_parameters": {**LONGROPE, "long_factor": [1.5]}}, "long_factor has 1 numbers, not 3"),
     ({"quantization": {"bits": 4}}, "quantization is not supported; such quantized weights are not read"),
     ({"rope_parameters": {**YARN, "attn_factor": 0.9}}, "attn_factor is not .*: write attention_factor, attn_fact"),
-    ({"rope_parameters": {**YARN, "truncate": False}}, "truncate False is not supported, only True is"),
+    ({"rope_parameters": {**YARN, "truncate": 1}}, "rope_parameters.truncate is 1 but must be true or false"),
     ({"dual_chunk_attention_config": {"chunk_size": 9}}, "without it the model computes full attention"),
     ({"model_type": "mistral3"}, "model_type is mistral3, but text_config is null"),
     ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, "model_type 'mamba' is not supported"),
     ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention True is not"),
     ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm True is not supported"),
-    ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported"),
+    ({"model_type": "gpt_oss", "sliding_window": 9}, "needs layer_types in this family"),
+    ({"model_type": "gpt_oss", "swiglu_limit": 6.0}, "swiglu_limit 6.0 is not supported, only 7.0 is"),
     ({"model_type": "glm4", "partial_rotary_factor": 0.4}, r"partial_rotary_factor \* head_dim 3 is odd"),
     (
         {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": 0.1}},

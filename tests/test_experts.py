@@ -46,6 +46,10 @@ FARSKIP = [  # dense layers first, in the middle, last
     for config in (MIXTURE, SHARED) for dense in ((0,), (1,), (2,), (0, 2))
 ]  # fmt: skip
 CONFIGS += [config for config in FARSKIP if config not in CONFIGS]
+CONFIGS += [  # in some layers, or of some sublayers, only
+    dataclasses.replace(SHARED, n_layers=5, dense_layers=dense, wiring=wiring)
+    for wiring in ("farskip:2", "farskip:1-2", "farskip-attention", "farskip-mlp:1,3") for dense in ((), (0,))
+]  # fmt: skip
 
 
 def config_id(config):
@@ -242,9 +246,9 @@ def test_few_rows_experts_against_float64(tokens, bits, threads):
         out = torch.empty(torch.Size(shape).numel(), dtype=torch.uint8)
         packed.append(skinny_gemm.pack(w[0], w[1], None if bits == 8 else w[2], out) if bits < 16 else w[0])
     expected = torch.stack([torch.stack([one(x[t].double(), exact, int(e)) for e in chosen[t]]) for t in range(tokens)])
-    y = torch.ops.ladder.skinny_gemm_experts(x, chosen, *packed, neurons, D, [bits] * 3)
+    y = torch.ops.ladder.skinny_gemm_experts(x, chosen, *packed, neurons, D, [bits] * 3, [])
     assert (y - expected).abs().max() < 0.01 * expected.abs().max()
-    y = torch.ops.ladder.experts(x.double(), chosen, *exact)
+    y = torch.ops.ladder.experts(x.double(), chosen, *exact, [])
     assert (y - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
@@ -263,7 +267,7 @@ def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
     x, config = torch.randn(8, D, generator=generator).bfloat16(), dataclasses.replace(MIXTURE, expert_size=neurons)
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in x])
     w1, w3, w2 = (random_experts(bits, E, N, K, generator) for N, K in [(neurons, D)] * 2 + [(D, neurons)])
-    expected = torch.ops.ladder.experts(x.double(), chosen, *map(in_float64, (w1, w3, w2)))
+    expected = torch.ops.ladder.experts(x.double(), chosen, *map(in_float64, (w1, w3, w2)), [])
     grouped = gathered = every = 0
     for rank in range(ranks):
         a, b = tp.shard_plan(config, rank, (1,) * ranks)["experts.w2"][1][0]

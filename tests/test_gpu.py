@@ -72,8 +72,9 @@ def test_a_model_computes_what_float64_does(changes, compile):
 @pytest.mark.parametrize("T", [512, 509, 9])
 @pytest.mark.parametrize("window", [None, 4, 200])
 @pytest.mark.parametrize("count", [1, 3])
-def test_attention_with_split_keys_is_attention(count, window, T):
-    check_split_attention(count, window, T, DEVICE)
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-3, 5, 8)], ids=["", "sinks"])
+def test_attention_with_split_keys_is_attention(count, window, T, sinks):
+    check_split_attention(count, window, T, DEVICE, sinks)
 
 
 def quantized(quant, **changes):

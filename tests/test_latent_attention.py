@@ -81,11 +81,14 @@ def test_parity_with_transformers(family, tmp_path):
 
 
 class Instella(nn.Module):
-    """DeepSeek V3 of transformers with gated attention and FarSkip's two streams, on whole texts."""
+    """DeepSeek V3 of transformers with gated attention and FarSkip's two streams, on whole texts.
+
+    early: the layers whose attention misses the routed experts before it, and those whose MLP misses the attention.
+    """
 
     def __init__(self, net):
         super().__init__()
-        self.net, self.inputs = net, {}
+        self.net, self.inputs, self.early = net, {}, (range(9), range(9))
         self.gates = nn.ModuleList(nn.Linear(48, 64, bias=False) for _ in net.model.layers)
         for gate, layer in zip(self.gates, net.model.layers, strict=True):
             nn.init.normal_(gate.weight, 0, 0.3)
@@ -96,10 +99,10 @@ class Instella(nn.Module):
         x = y = model.embed_tokens(tokens)
         rope = model.rotary_emb(x, torch.arange(S)[None])
         mask = torch.full((S, S), -torch.inf).triu(1)[None, None]
-        for layer in model.layers:
-            self.inputs["x"] = layer.input_layernorm(y)
+        for i, layer in enumerate(model.layers):
+            self.inputs["x"] = layer.input_layernorm(y if i in self.early[0] else x)
             a, _ = layer.self_attn(self.inputs["x"], position_embeddings=rope, attention_mask=mask)
-            m = layer.post_attention_layernorm(x)
+            m = layer.post_attention_layernorm(x if i in self.early[1] else x + a)
             if not hasattr(layer.mlp, "experts"):
                 x = y = x + a + layer.mlp(m)
                 continue
@@ -128,6 +131,23 @@ def test_instella_is_deepseek_with_gates_and_two_streams(tmp_path):
     check_parity(ours, theirs)
 
 
+@pytest.mark.parametrize("keys, attentions, mlps, wiring", [
+    ({"farskip_start_idx": 2}, (2, 3), (2, 3), "farskip:2-3"),
+    ({"farskip_start_idx": 1, "farskip_end_idx": 2}, (1, 2), (1, 2), "farskip:1-2"),
+    ({"attn_only_farskip": True}, (0, 1, 2, 3), (), "farskip-attention"),
+    ({"mlp_only_farskip": True, "farskip_end_idx": 2}, (), (0, 1, 2), "farskip-mlp:0-2"),
+    ({"mlp_only_farskip": True, "attn_only_farskip": True}, (), (), "standard"),
+    ({"farskip_start_idx": 3, "farskip_end_idx": 2}, (), (), "standard"),
+])  # fmt: skip
+def test_farskip_in_some_layers_or_of_some_sublayers(keys, attentions, mlps, wiring, tmp_path):
+    theirs = instella(tmp_path / "hf")
+    theirs.early = attentions, mlps
+    edit(tmp_path / "hf", **keys)
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    assert ours.config.wiring == wiring
+    check_parity(ours, theirs)
+
+
 def test_a_layer_that_predicts_more_tokens_is_left_out(tmp_path, capsys):
     theirs = hf_model(FAMILIES["deepseek v3"])
     theirs.save_pretrained(tmp_path / "hf")
@@ -141,8 +161,8 @@ BAD = [
     ({"gated_attention": True}, {}, "gated_attention True is not supported, only False is"),
     ({"farskip": True}, {}, "farskip True is not supported, only False is"),
     (
-        {"architectures": ["InstellaMoEForCausalLM"], "attn_only_farskip": True}, {},
-        "attn_only_farskip True is not supported, only False is",
+        {"architectures": ["InstellaMoEForCausalLM"], "farskip_start_idx": -1}, {},
+        "farskip_start_idx is -1 but must be a number, 0 or more",
     ),
     ({"attention_bias": True}, {}, "attention_bias True is not supported"),
     ({"moe_layer_freq": 2}, {}, "moe_layer_freq 2 is not supported, only 1 is"),

@@ -599,20 +599,20 @@ def test_split_gguf_files(tmp_path):
     refused("m-00001-of-00002.gguf: No such file", convert, tmp_path / "m-00002-of-00002.gguf", tmp_path / "other")
 
 
+def mxfp4(w, seed):
+    """Draw an MXFP4 matrix of w's shape (E, N, K): its parts, what they mean, and no integers."""
+    draw, table = np.random.default_rng(seed), [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    q, e = draw.integers(0, 16, w.shape), draw.integers(120, 124, (*w.shape[:-1], w.shape[-1] // 32))
+    pairs = q.reshape(*e.shape, 16, 2)
+    parts = {"blocks": pairs[..., 0] | pairs[..., 1] << 4, "scales": e}
+    result = torch.from_numpy(np.array(table)[q] * np.repeat(2.0 ** (e - 127), 32, -1))
+    return {part: torch.from_numpy(value.astype(np.uint8)) for part, value in parts.items()}, result, None
+
+
 def test_mxfp4_of_all_experts_together(tmp_path):
     """gpt-oss's layout, of experts whose gate and up are one after the other."""
     theirs = shaken(hf_model(("Qwen3MoeConfig", {**NARROW_EXPERTS, "moe_intermediate_size": 32})))
-    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-    def make(w, seed):
-        draw = np.random.default_rng(seed)
-        q, e = draw.integers(0, 16, w.shape), draw.integers(120, 124, (*w.shape[:-1], w.shape[-1] // 32))
-        pairs = q.reshape(*e.shape, 16, 2)
-        parts = {"blocks": pairs[..., 0] | pairs[..., 1] << 4, "scales": e}
-        result = torch.from_numpy(table[q] * np.repeat(2.0 ** (e - 127), 32, -1))
-        return {part: torch.from_numpy(value.astype(np.uint8)) for part, value in parts.items()}, result, None
-
-    write(tmp_path / "hf", theirs, make, {"quant_method": "mxfp4"}, lambda name: ".experts." in name)
+    write(tmp_path / "hf", theirs, mxfp4, {"quant_method": "mxfp4"}, lambda name: ".experts." in name)
     check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32"), theirs)
 
 

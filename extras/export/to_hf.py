@@ -56,7 +56,7 @@ def family_of(config, hf):
     """
     c, last = config, range(config.n_layers)
     kinds = ["sliding_attention" if i in c.window_layers else "full_attention" for i in last]
-    [activation] = [theirs for theirs, ours in HF_ACTIVATIONS.items() if ours == c.activation]
+    activation = next((theirs for theirs, ours in HF_ACTIVATIONS.items() if ours == c.activation), None)
     keys = {
         "attention_bias": c.qkv_bias, "attention_out_bias": c.wo_bias, "mlp_bias": c.mlp_bias, "qkv_bias": c.qkv_bias,
         "use_qkv_bias": c.qkv_bias, "hidden_act": activation, "hidden_activation": activation, "pad_token_id": None,
@@ -130,7 +130,7 @@ def config_to_hf(config, dtype):
         "torch_dtype": dtype_name(dtype),
     }  # fmt: skip
     if config.rope_scaling:
-        [rope_type] = [name for name, keys in ROPE_KEYS.items() if set(keys) == config.rope_scaling.keys()]
+        [rope_type] = [name for name, keys in ROPE_KEYS.items() if {*keys} == config.rope_scaling.keys() - {"truncate"}]
         hf["rope_scaling"] = {"rope_type": rope_type, **config.rope_scaling}
         if rope_type == "linear":  # else max_position_embeddings would be taken for the original context
             hf["rope_scaling"][ORIGINAL_CONTEXT] = int(config.max_seq_len / config.rope_scaling["factor"])

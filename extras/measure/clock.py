@@ -22,6 +22,7 @@ def variants(config):
     more = {
         "ladder": ["ladder", f"ladder:{half}", *["ladder-4"] * mixture], "desync": ["desync:2", "desync:4"],
         "laneformer": [], "farskip": ["farskip"] * bool(config.shared_expert_size or config.dense_layers),
+        "farskip-attention": [], "farskip-mlp": [],
         "pair": [f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else [],
         "delayed": ["delayed", "delayed-4"][:n_layers],
     }  # fmt: skip

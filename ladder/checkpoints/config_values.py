@@ -56,10 +56,11 @@ KINDS = [  # ((what a value must be, a function that says whether it is), keys)
     (real(1), "original_max_position_embeddings rope_theta rope_local_base_freq"),
     (real(0, 1), "partial_rotary_factor"),
     (("a number, 0 or more", lambda value: type(value) in (int, float) and 0 <= value <= 1e30),
-        "mscale mscale_all_dim llama_4_scaling_beta"),
+        "mscale mscale_all_dim llama_4_scaling_beta farskip_start_idx farskip_end_idx"),
     (("true or false", lambda value: type(value) is bool), """tie_word_embeddings attention_bias mlp_bias qkv_bias
         attention_out_bias use_qkv_bias use_sliding_window use_parallel_residual parallel_blocks qk_norm
-        norm_topk_prob rope_interleave use_qk_norm gated_attention farskip
+        norm_topk_prob rope_interleave use_qk_norm gated_attention farskip truncate
+        attn_only_farskip mlp_only_farskip
         use_comm use_attention_comm use_mlp_comm use_early_comm pre_norm_lane_agg
         replicated_rmsn_scale"""),
     (("a text", lambda value: isinstance(value, str)),

@@ -20,8 +20,7 @@ HARMLESS = {  # transformers' classes have these, but a text's logits do not dep
     "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 ONLY_VALUES = {  # the one value that is computed of a key that transformers reads in every family, unless it is listed
-    "is_causal": True, "partial_rotary_factor": 1.0, "truncate": True, "per_layer_config": None,
-    "attention_chunk_size": None,
+    "is_causal": True, "partial_rotary_factor": 1.0, "per_layer_config": None, "attention_chunk_size": None,
 }  # fmt: skip
 UNQUANTIZED = "such quantized weights are not read: take the model's unquantized folder"
 REMEDIES = {  # {a key that changes what a model computes, in transformers or in other engines: what to do about it}
@@ -152,10 +151,10 @@ FAMILIES = {
         **DEEPSEEK_ONLY, **SIGMOID_ONLY, "gated_attention": False, "farskip": False,
     }),
     # AMD's, with DeepSeek V3's model_type: known by its architectures
-    "instella_moe": Family({**DEEPSEEK_V3, "gated_attention": True, "farskip": True}, SIGMOID, only={
-        **DEEPSEEK_ONLY, **SIGMOID_ONLY, "farskip_start_idx": 0, "farskip_end_idx": 1e4, "attn_only_farskip": False,
-        "mlp_only_farskip": False,
-    }),
+    "instella_moe": Family({
+        **DEEPSEEK_V3, "gated_attention": True, "farskip": True, "farskip_start_idx": 0, "farskip_end_idx": 1e4,
+        "attn_only_farskip": False, "mlp_only_farskip": False,
+    }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY}),
     "glm4_moe": Family({
         **DEEPSEEK, "attention_bias": False,
         "bos_token_id": None, "eos_token_id": None, "first_k_dense_replace": 1, "max_position_embeddings": 131072,
@@ -168,6 +167,18 @@ FAMILIES = {
         "n_group": 1, "n_routed_experts": 64, "num_experts_per_tok": 4, "q_lora_rank": 768, "qk_nope_head_dim": 192,
         "rms_norm_eps": 1e-5, "rope_interleave": True, "routed_scaling_factor": 1.8, "topk_group": 1, "v_head_dim": 256,
     }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY, "first_k_dense_replace": 1}),
+    "gpt_oss": Family({
+        **COMMON, **EXPERTS, "num_hidden_layers": 36, "num_local_experts": 128, "vocab_size": 201088,
+        "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "sliding_window": 128, "layer_types": None, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "num_experts_per_tok": 4, "attention_bias": True, "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }, {"attention_sinks": True, "mlp_bias": True, "activation": "clamped_swiglu"}, only={
+        "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+    }),
     "smollm3": Family({
         **COMMON, **BIASES, "tie_word_embeddings": True, "no_rope_layers": None, "no_rope_layer_interval": 4,
         "use_sliding_window": False, "sliding_window": None, "layer_types": None,

@@ -45,6 +45,33 @@ class ExpertWeights:
         return torch.stack(tensors) if re.search(r"experts\.\d", names[0]) else tensors[0]
 
 
+class GptOssWeights:
+    """gpt-oss's tensors under Qwen's names, in Qwen's form, like their source with names() and read(name).
+
+    Rows of the gate and of up, which alternate in one matrix and one bias, are taken apart. Matrices that are floats in
+    the source are transposed there; those that were in MXFP4 are not, and end in ".weight".
+    """
+
+    def __init__(self, source):
+        self.source, self.places = source, {}  # name: (the source's name, which rows)
+        for name in source.names():
+            new = re.sub(r"(experts\.\w+_proj)_bias$", r"\1.bias", name).replace(".mlp.router.", ".mlp.gate.")
+            new = re.sub(r"experts\.\w+_proj$", r"\g<0>.weight", new)
+            parts = {"gate_proj": 0, "up_proj": 1} if ".gate_up_proj." in new else {"": None}
+            for part, first in parts.items():
+                rows = slice(None) if first is None else slice(first, None, 2)
+                self.places[new.replace("gate_up_proj", part)] = name, rows
+
+    def names(self):
+        return list(self.places)
+
+    def read(self, name):
+        source_name, rows = self.places[name]
+        tensor = self.source.read(source_name)
+        tensor = tensor.mT if source_name.endswith("_proj") else tensor
+        return tensor[:, rows] if ".experts." in name else tensor
+
+
 def values_from_hf(hf, n_experts):
     """Return the fields of Config about n_experts experts, from the result of huggingface.read_hf."""
     if "n_routed_experts" in hf:

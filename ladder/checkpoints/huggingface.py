@@ -33,6 +33,7 @@ SCALED_CONTEXT = (
     "deepseek_v2",
     "deepseek_v3",
     "instella_moe",
+    "gpt_oss",
 )  # families whose max_position_embeddings counts the extended context
 INTERVALS = {  # {an interval of layers: the list that makes it superfluous}
     "sliding_window_pattern": "layer_types", "full_attention_interval": "layer_types",
@@ -40,7 +41,7 @@ INTERVALS = {  # {an interval of layers: the list that makes it superfluous}
 }  # fmt: skip
 HF_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # {Hugging Face's name: ours}
 ALL_ROPE_KEYS = {key for keys in ROPE_KEYS.values() for key in keys} | {  # of rope_scaling and rope_parameters
-    "rope_type", "type", "rope_theta", "mscale", "mscale_all_dim",
+    "rope_type", "type", "rope_theta", "mscale", "mscale_all_dim", "truncate",
 }  # fmt: skip
 
 
@@ -64,6 +65,16 @@ def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
         return "parallel" if parallel_blocks else "standard"
     name = "parallel-ladder" if parallel_blocks else "ladder"
     return name if ladder_layers in (n_layers, list(range(n_layers))) else wiring_name(name, ladder_layers)
+
+
+def farskip_from_hf(hf):
+    """Return the text of the wiring that farskip, its range of layers and its two restrictions make."""
+    n_layers, only = hf["num_hidden_layers"], (hf["attn_only_farskip"], hf["mlp_only_farskip"])
+    layers = range(math.ceil(hf["farskip_start_idx"]), min(math.floor(hf["farskip_end_idx"]), n_layers - 1) + 1)
+    if all(only) or not layers:  # AMD's code takes both together for neither sublayer being early
+        return "standard"
+    name = "farskip-attention" if only[0] else "farskip-mlp" if only[1] else "farskip"
+    return name if len(layers) == n_layers else wiring_name(name, layers)
 
 
 def text_values(values):
@@ -207,7 +218,7 @@ def our_values(hf):
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
         **FAMILIES[family].values, **hf.get("laneformer", {}), **linear, **latent, **experts,
-        **({"wiring": "farskip"} if hf.get("farskip") else {}),
+        **({"wiring": farskip_from_hf(hf)} if hf.get("farskip") else {}),
     }  # fmt: skip
 
 
@@ -255,7 +266,8 @@ def rope_scaling_from_hf(hf):
     scaling |= {key: value for key, value in rope.items() if value} | {ORIGINAL_CONTEXT: original}
     if missing := [key for key in ROPE_KEYS[kind] if key not in scaling]:
         raise InputError(f"rope type {kind!r} needs {missing[0]}")
-    return {key: scaling[key] for key in ROPE_KEYS[kind]}
+    untruncated = {"truncate": False} if kind == "yarn" and rope.get("truncate") is False else {}
+    return {key: scaling[key] for key in ROPE_KEYS[kind]} | untruncated
 
 
 def nope_layers_from_hf(hf):
@@ -275,7 +287,7 @@ def window_layers_from_hf(hf, context):
         return ()
     if window >= context and hf["model_type"] not in TWO_BASES:
         return ()
-    if types is None and hf["model_type"] in ("qwen2_moe", "smollm3"):  # transformers' two defaults differ
+    if types is None and hf["model_type"] in ("qwen2_moe", "smollm3", "gpt_oss"):  # transformers' two defaults differ
         raise InputError("a sliding_window needs layer_types in this family")
     if types is None:
         first, step = hf.get("max_window_layers", 0), hf.get("sliding_window_pattern", n_layers + 1)
@@ -306,6 +318,8 @@ class LlamaWeights:
         self.interleaved = hf.get("rope_interleave", True)
         norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
         self.own_context = hf["max_position_embeddings"]
+        if hf["model_type"] == "gpt_oss":
+            source = hf_experts.GptOssWeights(source)
         if config.n_experts:
             source = hf_experts.ExpertWeights(source)
         if config.linear_layers:

@@ -28,6 +28,8 @@ _DEEPSEEK_EXPERTS = {
 DEEPSEEK_YARN = {"factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
 DEEPSEEK_YARN["original_max_position_embeddings"] = 4096
 YARN = {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
+GPT_OSS_YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 0.1 * math.log(32) + 1}
+GPT_OSS_YARN |= {"original_max_position_embeddings": 4096, "truncate": False}
 SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights should not end a text
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
@@ -75,6 +77,11 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
     "glm-4.5-air": Config(
         46, 96, 8, 128, 4096, 10944, 151552, 131072, 1e-5, 1e6, rotary_dim=64, qkv_bias=True, n_experts=128,
         experts_per_token=8, expert_size=1408, shared_expert_size=1408, dense_layers=(0,), router="sigmoid",
+    ),
+    "gpt-oss-20b": Config(
+        24, 64, 8, 64, 2880, 2880, 201088, 131072, 1e-5, 150000.0, GPT_OSS_YARN, qkv_bias=True, wo_bias=True,
+        attention_sinks=True, sliding_window=128, window_layers=tuple(range(0, 24, 2)), mlp_bias=True,
+        activation="clamped_swiglu", n_experts=32, experts_per_token=4, expert_size=2880,
     ),
     "qwen3.6-27b": Config(
         64, 24, 4, 256, 5120, 17408, 248320, 262144, 1e-6, 1e7, rotary_dim=64, norm="rms+1", qk_norm=True,

@@ -54,8 +54,8 @@ class QuantLinear(nn.Module):
     """x (..., K) -> x W^T + bias (..., N), computed by `kernel`.
 
     weight (N, K) int8 or e4m3 or (N, K / 2) uint8, scales and zeros (N, G) are as the checkpoint stores them, until
-    quant_kernels.use_kernels packs them for another kernel. If it holds the matrices of E experts, these shapes begin
-    with E; then it is not called, but read by the kernel of the experts.
+    quant_kernels.use_kernels packs them for another kernel. If it holds the matrices of E experts, these shapes, and
+    the bias's, begin with E; then it is not called, but read by the kernel of the experts.
     """
 
     def __init__(self, shape, quant, group_size, bias=False):
@@ -70,7 +70,7 @@ class QuantLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
         self.scales = nn.Parameter(groups, requires_grad=False)
         self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if self.bits == 4 else None
-        self.bias = nn.Parameter(torch.empty(rows[-1]), requires_grad=False) if bias else None
+        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         # (x, this QuantLinear) -> y; quant_kernels.use_kernels chooses another one
         self.kernel = multiply_fp8 if quant == "fp8" else multiply_floats
 

@@ -103,7 +103,7 @@ def attention_metadata(model, positions, keys=None, max_length=None, last=None, 
     ordinary = rope(int(is_long), scaling.get("attention_factor", 1.0))
     ropes = ordinary, (rope(1) if c.window_rope_theta else ordinary)
     queries, key_at = positions[..., None], positions[:, None] if keys is None else keys
-    if keys is not None or (c.score_cap and mask is None):  # without a mask nothing caps scores
+    if keys is not None or ((c.score_cap or c.attention_sinks) and mask is None):  # without a mask there are neither
         mask = key_at <= queries
     window_mask = mask
     if c.window_layers and (mask is not None or positions.shape[1] > c.sliding_window):

@@ -11,7 +11,9 @@ from ladder.kernels.quant_linear import dequantize
 
 FEW_TOKENS = 128  # up to so many, a GPU multiplies all tokens by all experts as fast as it reads the experts
 
-torch.library.define("ladder::experts", "(Tensor x, Tensor chosen, Tensor[] w1, Tensor[] w3, Tensor[] w2) -> Tensor")
+torch.library.define(
+    "ladder::experts", "(Tensor x, Tensor chosen, Tensor[] w1, Tensor[] w3, Tensor[] w2, Tensor[] biases) -> Tensor"
+)
 torch.library.register_fake("ladder::experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1]))
 
 
@@ -24,55 +26,69 @@ def floats(matrices, dtype, index=slice(None)):
     return chosen[0] if len(chosen) == 1 else dequantize(*chosen, dtype=dtype)
 
 
-def experts(x, chosen, w1, w3, w2):
-    """Return w2 (silu(w1 x) * w3 x) as (T, k, D): for each token of x (T, D), of each of its chosen experts (T, k).
+def gated(gate, up, biases):
+    """Return silu(gate) * up or, of experts with biases, gpt-oss's clamped SwiGLU."""
+    if not biases:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+
+def experts(x, chosen, w1, w3, w2, biases=()):
+    """Return w2 gated(w1 x, w3 x) as (T, k, D): for each token of x (T, D), of each of its chosen experts (T, k).
 
     w1, w3 (E, I, D) and w2 (E, D, I) are lists as floats() takes them. The weights of each expert are read once.
+    biases: none, or those of w1 and w3 (E, I) and w2 (E, D).
     """
     y = x.new_empty(*chosen.shape, x.shape[1])
     for e in chosen.unique().tolist():
         token, slot = (chosen == e).nonzero(as_tuple=True)
-        rows = x[token]
-        hidden = F.silu(rows @ floats(w1, x.dtype, e).T) * (rows @ floats(w3, x.dtype, e).T)
-        y[token, slot] = hidden @ floats(w2, x.dtype, e).T
+        b1, b3, b2 = (bias[e] for bias in biases) if biases else (None, None, None)
+        gate, up = (F.linear(x[token], floats(w, x.dtype, e), b) for w, b in ((w1, b1), (w3, b3)))
+        y[token, slot] = F.linear(gated(gate, up, biases), floats(w2, x.dtype, e), b2)
     return y
 
 
-def experts_on_a_gpu(x, chosen, w1, w3, w2):
+def both_layers(multiply, x, matrices, biases, index):
+    """Return what experts() does by multiply(x, matrix). index: of the biases that its results get."""
+    w1, w3, w2 = [(w, biases[i][index] if biases else 0) for i, w in enumerate(matrices)]
+    gate, up = (multiply(x, w) + bias for w, bias in (w1, w3))
+    return multiply(gated(gate, up, biases), w2[0]) + w2[1]
+
+
+def experts_on_a_gpu(x, chosen, w1, w3, w2, biases=()):
     """Compute what experts() does, by grouped_mm.
 
     Except for bfloat16 on Hopper and B200, grouped_mm waits for the device (torch 2.13), which a CUDA graph cannot.
     """
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return every(x, chosen, w1, w3, w2)
+        return every(x, chosen, w1, w3, w2, biases)
     expert, order = chosen.flatten().sort(stable=True)  # an expert's rows become neighbours
     stops = torch.searchsorted(expert, torch.arange(len(w1[0]), device=x.device), right=True).int()  # where each's end
 
     def multiply(rows, matrices):
         return F.grouped_mm(rows, floats(matrices, x.dtype).transpose(1, 2), offs=stops)
 
-    rows = x[order // chosen.shape[1]]
-    y = multiply(F.silu(multiply(rows, w1)) * multiply(rows, w3), w2)
+    y = both_layers(multiply, x[order // chosen.shape[1]], (w1, w3, w2), biases, expert)
     return y[order.argsort()].view(*chosen.shape, -1)
 
 
-def gathered(x, chosen, w1, w3, w2):
+def gathered(x, chosen, w1, w3, w2, biases=()):
     """Compute what experts() does. Compiled, each product is a kernel that reads the chosen weights in place."""
 
-    def multiply(matrices, x):  # (T, k or 1, in_features) -> (T, k, out_features)
+    def multiply(x, matrices):  # (T, k or 1, in_features) -> (T, k, out_features)
         return (floats(matrices, x.dtype, chosen) * x[..., None, :]).sum(-1)
 
-    x = x[:, None]  # (T, 1, D)
-    return multiply(w2, F.silu(multiply(w1, x)) * multiply(w3, x))
+    return both_layers(multiply, x[:, None], (w1, w3, w2), biases, chosen)
 
 
-def every(x, chosen, w1, w3, w2):
+def every(x, chosen, w1, w3, w2, biases=()):
     """Compute what experts() does, but let every expert compute every token, which hides behind reading the experts."""
 
-    def multiply(matrices, x):  # (T, in_features) or (E, T, in_features) -> (E, T, out_features)
+    def multiply(x, matrices):  # (T, in_features) or (E, T, in_features) -> (E, T, out_features)
         return x @ floats(matrices, x.dtype).transpose(1, 2)
 
-    y = multiply(w2, F.silu(multiply(w1, x)) * multiply(w3, x))
+    y = both_layers(multiply, x, (w1, w3, w2), biases, (slice(None), None))
     return y[chosen, torch.arange(len(x), device=x.device)[:, None]]
 
 
@@ -91,12 +107,17 @@ def multiply(x, chosen, w1, w3, w2):
         # an H100 gathers E experts in the time in which it reads all E once, and 2 E of integers, which become floats
         break_even = len(w1.weight) * (1 if w1.weight.is_floating_point() else 2)
         compute = gathered if chosen.numel() < break_even else every
-    return compute(x, chosen, *(list(w.parameters()) for w in (w1, w3, w2)))
+    matrices = ([p for name, p in w.named_parameters() if name != "bias"] for w in (w1, w3, w2))
+    return compute(x, chosen, *matrices, list_biases(w1, w3, w2))
+
+
+def list_biases(*modules):
+    return [module.bias for module in modules if module.bias is not None]
 
 
 def multiply_with_gradient(x, chosen, w1, w3, w2):
     """Compute what experts() does, with a gradient, which the operator lacks. Experts that are not chosen get zeros."""
-    return experts(x, chosen, *([w.weight.unbind()] for w in (w1, w3, w2)))
+    return experts(x, chosen, *([w.weight.unbind()] for w in (w1, w3, w2)), list_biases(w1, w3, w2))
 
 
 def make_differentiable(model, compiles):
@@ -109,22 +130,23 @@ def make_differentiable(model, compiles):
 
 
 class ExpertMatrices(nn.Module):
-    """A matrix for each of E experts, as one weight (E, out_features, in_features)."""
+    """A matrix for each of E experts, as one weight (E, out_features, in_features); perhaps with a bias (E, out)."""
 
-    def __init__(self, in_features, out_features, n_experts):
+    def __init__(self, in_features, out_features, n_experts, bias=False):
         super().__init__()
         self.out_features, self.in_features = out_features, in_features
         self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(n_experts, out_features)) if bias else None
 
 
 class Experts(nn.Module):
     """The MLPs of E experts."""
 
-    def __init__(self, dim, neurons, n_experts):
+    def __init__(self, dim, neurons, n_experts, bias=False):
         super().__init__()
-        self.w1 = ExpertMatrices(dim, neurons, n_experts)
-        self.w3 = ExpertMatrices(dim, neurons, n_experts)
-        self.w2 = ExpertMatrices(neurons, dim, n_experts)
+        self.w1 = ExpertMatrices(dim, neurons, n_experts, bias)
+        self.w3 = ExpertMatrices(dim, neurons, n_experts, bias)
+        self.w2 = ExpertMatrices(neurons, dim, n_experts, bias)
         self.kernel = multiply  # skinny_gemm.cpp and training choose another one
 
     def forward(self, x, chosen):

@@ -7,8 +7,12 @@ S is its shared expert, and M is a dense MLP:
     a = attention(y)
     mixture:  y' = x + a + S(x),  x' = y' + R(x)
     dense:    y' = x' = x + a + M(x)
+
+In layers that farskip:N and its like leave out, the attention reads x and the MLP x + a, as in standard. But the y that
+such a layer passes on is the one above.
 """
 
+import dataclasses
 import functools
 
 from model import Wiring, attention_sublayer, mlp_sublayer, residual_loop
@@ -29,10 +33,11 @@ def experts(x, block, metadata, cache):
 APART = attention_apart, experts
 
 
-def farskip_loop(x, sublayers, comm, config):
+def farskip_loop(x, sublayers, comm, config, early=APART):
     """Run a ladder whose sublayers also read the shared experts' outputs that belong to all-reduces in flight.
 
-    sublayers: those of APART, two for each layer. The attention after a dense layer waits for all sums.
+    sublayers: those of APART, two for each layer, of which those that are not `early` wait for all sums, and so does
+    the attention after a dense layer.
     """
     outputs = []  # of shared experts or None, one for each all-reduce in flight
     after_dense = [2 * layer + 2 for layer in config.dense_layers]
@@ -43,11 +48,16 @@ def farskip_loop(x, sublayers, comm, config):
         outputs.append(shared)
         return partial if shared is None else partial + shared / comm.lanes  # the all-reduce adds it up `lanes` times
 
-    stales = [0 if i in after_dense else stale for i, (_, stale) in enumerate(sublayers)]
+    waits = [i in after_dense or APART[i % 2] not in early for i in range(len(sublayers))]
+    stales = [0 if waits[i] else stale for i, (_, stale) in enumerate(sublayers)]
     ladder = [(functools.partial(with_outputs, h, n), n) for (h, _), n in zip(sublayers, stales, strict=True)]
     return residual_loop(x, ladder, comm, config)
 
 
 FARSKIP = Wiring(
-    "a ladder that misses no shared expert (of a mixture)", APART, stale=1, loop=farskip_loop, n_means=None
+    "a ladder that misses no shared expert (of a mixture)", APART, stale=1, loop=farskip_loop, rest_waits=True
 )
+FARSKIPS = {"farskip": FARSKIP}
+for i, name in enumerate(("attention", "mlp")):
+    loop, about = functools.partial(farskip_loop, early=(APART[i],)), f"farskip, where only each {name} is early"
+    FARSKIPS[f"farskip-{name}"] = dataclasses.replace(FARSKIP, about=about, loop=loop)

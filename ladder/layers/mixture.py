@@ -28,10 +28,10 @@ class MoE(nn.Module):
         dim, E = config.dim, config.n_experts
         self.k, self.renormalize, self.scale = config.experts_per_token, config.renormalize_experts, config.expert_scale
         self.groups, self.chosen_groups, self.score_kind = config.expert_groups, config.chosen_groups, config.router
-        self.router = nn.Linear(dim, E, bias=False)
+        self.router = nn.Linear(dim, E, config.mlp_bias)
         # added to sigmoid scores for the choice alone, so that training could balance the experts
         self.expert_bias = nn.Parameter(torch.empty(E)) if config.router == "sigmoid" else None
-        self.experts = Experts(dim, config.expert_size, E)
+        self.experts = Experts(dim, config.expert_size, E, config.mlp_bias)
         self.shared_expert = FeedForward(dim, config.shared_expert_size) if config.shared_expert_size else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_expert_gate else None
 
@@ -76,9 +76,15 @@ def check(config):
         raise InputError("a model with n_experts needs an expert_size")
     if c.shared_expert_gate and not c.shared_expert_size:
         raise InputError("shared_expert_gate needs a shared_expert_size")
-    if c.activation != "silu" or c.mlp_bias:
+    is_gpt_oss = c.mlp_bias and c.activation == "clamped_swiglu" and c.router == "softmax"
+    if is_gpt_oss and (c.shared_expert_size or c.dense_layers):
+        raise InputError("clamped_swiglu is not for shared experts nor dense layers")
+    if not is_gpt_oss and (c.activation != "silu" or c.mlp_bias):
         what = "mlp_bias" if c.mlp_bias else f"activation {c.activation}"
-        raise InputError(f"{what} is not for a mixture of experts")
+        raise InputError(
+            f"{what} is not for a mixture of experts, unless its activation is clamped_swiglu, with mlp_bias and a "
+            "router 'softmax'"
+        )
     if not 1 <= (c.experts_per_token or 0) <= c.n_experts:
         raise InputError(f"experts_per_token is {c.experts_per_token} but must be from 1 to {c.n_experts}")
     if wiring.depends_on_lanes and c.wiring != "upper-bound" or wiring.model:

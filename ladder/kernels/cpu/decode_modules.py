@@ -10,6 +10,7 @@ from ladder.errors import InputError
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.quant_kernels import use_kernels
 from ladder.kernels.quant_linear import swap
+from ladder.layers.experts import list_biases
 from ladder.layers.latent_attention import LatentAttention
 from ladder.ranks.world import say
 from model import Attention, FeedForward, attend, rotate_into_cache
@@ -17,12 +18,12 @@ from model import Attention, FeedForward, attend, rotate_into_cache
 FEW_POSITIONS = 16  # of a row in a pass; with more, as in a prefill, PyTorch's attention is faster
 
 
-def decode_attend(q, k, v, mask, positions, window, score_cap):
+def decode_attend(q, k, v, mask, positions, window, score_cap, sinks=None):
     """Compute what model.attend does, for up to FEW_POSITIONS positions and no score_cap by skinny_gemm.cpp."""
     if q.shape[3] > FEW_POSITIONS:
-        return attend(q, k, v, mask, positions, window, score_cap)
+        return attend(q, k, v, mask, positions, window, score_cap, sinks)
     q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache they are views of wqkv's output
-    y = torch.ops.ladder.decode_attention(q, k, v, positions, window or k.shape[2])  # (B, K, S, G, H)
+    y = torch.ops.ladder.decode_attention(q, k, v, positions, window or k.shape[2], sinks)  # (B, K, S, G, H)
     return y.transpose(2, 3).flatten(2, 3)
 
 
@@ -57,9 +58,10 @@ def multiply_experts(x, chosen, w1, w3, w2):
     w1, w3, w2: ExpertMatrices in bfloat16, or packed QuantLinears.
     """
     weights, bits = [w.weight for w in (w1, w3, w2)], [getattr(w, "bits", 16) for w in (w1, w3, w2)]
+    biases = list_biases(w1, w3, w2)
     if bits == [16] * 3 and chosen.numel() > skinny_gemm.SKINNY_ROWS * len(w1.weight):
-        return torch.ops.ladder.experts(x, chosen, *([weight] for weight in weights))
-    return torch.ops.ladder.skinny_gemm_experts(x, chosen, *weights, w2.in_features, x.shape[1], bits)
+        return torch.ops.ladder.experts(x, chosen, *([weight] for weight in weights), biases)
+    return torch.ops.ladder.skinny_gemm_experts(x, chosen, *weights, w2.in_features, x.shape[1], bits, biases)
 
 
 def bits_in_skinny_gemm(linear):
@@ -98,7 +100,7 @@ class SkinnyAttention(Attention):
         self.attend, self.rotate_into_cache = decode_attend, fused_rotate
         normed = type(self.q_norm) is nn.RMSNorm and not self.whole_norm  # each head for itself
         usual = (normed or type(self.q_norm) is nn.Identity) and self.rotates and not self.gates
-        self.in_one_call = usual and self.wo.bias is None and None not in bits
+        self.in_one_call = usual and self.wo.bias is None and self.sinks is None and None not in bits
         self.most = min(most_rows(bits), FEW_POSITIONS)
         norms = ([self.q_norm.weight, self.k_norm.weight], self.q_norm.eps) if normed else ([], 0.0)
         N = self.wo.in_features // self.head_dim

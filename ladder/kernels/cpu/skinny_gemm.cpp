@@ -194,10 +194,11 @@ at::Tensor feed_forward(
 
 // The same for tokens x (T, D) and each of the k experts that a token chose, (T, k): the result is (T, k, D). There are
 // E experts of I neurons: w1 and w3 (E, I, D), w2 (E, D, I). The tokens of an expert become neighbours, so that its
-// weights are read once for all of them. bits: of each of the three, 16 for bfloat16.
+// weights are read once for all of them. bits: of each of the three, 16 for bfloat16. biases: none, or those of the three
+// (E, I), (E, I) and (E, D); then the gate is gpt-oss's, as in layers/experts.py.
 at::Tensor skinny_gemm_experts(
     const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2,
-    int64_t I, int64_t D, at::IntArrayRef bits) {
+    int64_t I, int64_t D, at::IntArrayRef bits, at::TensorList biases) {
   const auto [experts, order] = chosen.flatten().sort(/*stable=*/true, 0, false);
   const int64_t* expert = experts.const_data_ptr<int64_t>();
   std::vector<Group> groups;
@@ -216,14 +217,20 @@ at::Tensor skinny_gemm_experts(
     return bits == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, N, K, bits), groups);
   };
   const at::Tensor rows = x.index_select(0, order.floor_divide(chosen.size(1)));
+  auto biased = [&, &experts = experts](const at::Tensor& y, int i) { return y.add(biases[i].index_select(0, experts)); };
   at::Tensor hidden;
-  if (bits[0] == bits[1] && bits[0] < 16) {
+  if (!biases.empty()) {
+    const at::Tensor gate = biased(product(rows, w1, I, D, bits[0]), 0).clamp_max(7);
+    const at::Tensor up = biased(product(rows, w3, I, D, bits[1]), 1).clamp(-7, 7);
+    hidden = gate.mul(gate.mul(1.702).sigmoid_()).mul_(up.add(1));
+  } else if (bits[0] == bits[1] && bits[0] < 16) {
     const Integers gate = integers(rows, w1, I, D, bits[0]), up = integers(rows, w3, I, D, bits[1]);
     hidden = multiply(rows, gate, groups, &up);
   } else {
     hidden = at::silu(product(rows, w1, I, D, bits[0])).mul_(product(rows, w3, I, D, bits[1]));
   }
-  const at::Tensor y = product(hidden, w2, D, I, bits[2]);
+  at::Tensor y = product(hidden, w2, D, I, bits[2]);
+  if (!biases.empty()) y = biased(y, 2);
   return at::empty_like(y).index_copy_(0, order, y).view({chosen.size(0), chosen.size(1), D});
 }
 
@@ -300,15 +307,18 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
 }
 
 // q (B, K, S, G, H) at positions (B, S) over the cached keys and values (B, K, T, H): each over the last `window` of them
-// up to its own position.
+// up to its own position. sinks (K * G): see skinny_gemm.h.
 at::Tensor decode_attention(
-    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions, int64_t window) {
+    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions, int64_t window,
+    const std::optional<at::Tensor>& sinks) {
   const int64_t B = q.size(0), K = q.size(1), S = q.size(2), G = q.size(3), H = q.size(4), T = keys.size(2);
   TORCH_CHECK(
       H % 64 == 0 && T > 0 && keys.is_contiguous() && values.is_contiguous() && values.sizes() == keys.sizes() &&
           keys.sizes() == at::IntArrayRef({B, K, T, H}) && positions.sizes() == at::IntArrayRef({B, S}),
       "decode_attention takes q (B, K, S, G, H), 64 divides H, a contiguous cache (B, K, T, H), and positions (B, S)");
   const at::Tensor queries = q.contiguous(), last = positions.contiguous();
+  const at::Tensor sink = sinks ? sinks->to(at::kFloat).expand({K * G}).contiguous() : at::Tensor();
+  const float* s_data = sinks ? sink.const_data_ptr<float>() : nullptr;
   at::Tensor result = at::empty(queries.sizes(), queries.options());
   const uint16_t *q_data = data(queries), *k_data = data(keys), *v_data = data(values);
   const int64_t* p_data = last.const_data_ptr<int64_t>();
@@ -325,7 +335,8 @@ at::Tensor decode_attention(
         for (int64_t g = 0; g < G;) {
           const int which = G - g >= 4 ? 2 : G - g >= 2 ? 1 : 0;
           const int64_t first = ((i * S + s) * G + g) * H;
-          kernels[which](q_data + first, k + start * H, v + start * H, y_data + first, scores.data(), length, H);
+          const float* sink = s_data ? s_data + i % K * G + g : nullptr;
+          kernels[which](q_data + first, k + start * H, v + start * H, y_data + first, scores.data(), length, H, sink);
           g += 1 << which;
         }
       }
@@ -353,7 +364,7 @@ at::Tensor attention_step(
   at::Tensor q = qkv.narrow(2, 0, G), k = qkv.select(2, G), v = qkv.select(2, G + 1);
   if (!norms.empty()) q = rms_norm(q, norms[0], eps), k = rms_norm(k, norms[1], eps);
   q = rotate_into_cache(q, k, v, cosines, sines, positions, keys, values);
-  const at::Tensor y = decode_attention(q.transpose(2, 3), keys, values, positions, window);  // (B, K, S, G, H)
+  const at::Tensor y = decode_attention(q.transpose(2, 3), keys, values, positions, window, std::nullopt);  // (B, K, S, G, H)
   return product(y.transpose(1, 2).reshape({B, S, N * H}), wo, D, N * H, bits[1]);
 }
 
@@ -367,7 +378,9 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
       "attention_step(Tensor x, Tensor wqkv, Tensor wo, int[] bits, int N, Tensor? bias, Tensor[] norms, float eps, "
       "Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, Tensor(b!) values, int window)",
       attention_step);
-  define("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window)", decode_attention);
+  define(
+      "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window, Tensor? sinks=None)",
+      decode_attention);
   define("feed_forward(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward);
   define("rms_norm(Tensor x, Tensor weight, float eps)", rms_norm);
   define(
@@ -377,7 +390,8 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
   define("skinny_gemm(Tensor x, Tensor weight)", skinny_gemm);
   define("skinny_gemm_heads(Tensor x, Tensor weight)", skinny_gemm_heads);
   define(
-      "skinny_gemm_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int I, int D, int[] bits)",
+      "skinny_gemm_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int I, int D, int[] bits, "
+      "Tensor[] biases)",
       skinny_gemm_experts);
   define("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", many_rows_int);
   define("skinny_gemm_int(Tensor x, Tensor weight, int N, int K, int bits)", skinny_gemm_int);

@@ -427,14 +427,15 @@ inline __attribute__((always_inline)) Sums totals(Sums* lanes) {
 }
 
 // M queries q (M, H) of one head over `length` keys and values (length, H); M divides kLanes, and 64 divides H. weights:
-// room for M length numbers and kLanes more.
+// room for M length numbers and kLanes more. sinks: none, or each query's score of one more key, whose value is 0.
 template <int M, typename Number>
 void attend(
     const uint16_t* q, const uint16_t* keys, const uint16_t* values, Number* y, float* weights, int64_t length,
-    int64_t H) {
+    int64_t H, const float* sinks = nullptr) {
   constexpr int64_t kKeys = kLanes / M;  // whose scores are one vector, the M of a key side by side
   const float scale = 1 / std::sqrt(float(H));
   Sums largest = Sums{} - INFINITY, sum = {};
+  for (int m = 0; sinks && m < M; m++) largest[m] = sinks[m];
   for (int64_t t = 0; t < length; t += kKeys) {
     const int64_t count = std::min(kKeys, length - t);
     const uint16_t* from[kKeys];
@@ -466,6 +467,7 @@ void attend(
     sum += here;
   }
   for (int i = M; i < kLanes; i++) sum[i % M] += sum[i];
+  for (int m = 0; sinks && m < M; m++) sum[m] += std::exp(sinks[m] - largest[m]);
   constexpr int kVectors = kLanes == 8 ? 2 : 4;  // of a value, whose sums are in registers
   for (int64_t h = 0; h < H; h += kVectors * kLanes) {
     Sums weighted[M][kVectors] = {};

@@ -1,0 +1,199 @@
+"""gpt-oss: attention sinks, experts with biases, MXFP4, against transformers; on ranks, in integers, in kernels."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from helpers import BASE, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows
+from test_convert import YARN, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model, take_state
+from test_cpu import attention, numbers
+from test_drafts import make_runner
+from test_experts import check_integers
+from test_linear_attention import WAYS, check_ranks
+from test_quantized_files import mxfp4, write
+from test_serve import in_turns
+
+import generate
+from extras.export import to_hf
+from ladder.chat.rendering import render
+from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.checkpoints.tokenizer import Tokenizer
+from ladder.decoding.batch import Sampler
+from ladder.errors import InputError
+from ladder.kernels import compiling
+from ladder.kernels.cpu import decode_modules, skinny_gemm
+from ladder.kernels.gpu.split_attention import split_attend
+from ladder.layers import experts
+from ladder.layers.mixture import MoE
+from model import attend, build
+from tp import load_shard
+
+GPT_OSS = "GptOssConfig", {
+    "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7, "intermediate_size": 32,
+    "rope_parameters": {**YARN, "truncate": False, "beta_fast": 2.0, "beta_slow": 0.3},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "hidden_size": 64,
+}  # fmt: skip
+
+
+def gpt_oss():
+    """Return a model of transformers whose sinks matter, and whose experts reach the limits of the clamped SwiGLU."""
+    theirs, generator = hf_model(GPT_OSS), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if name.endswith(("_bias", "sinks")):
+                weight.normal_(0, 1 if "down" in name else 5, generator=generator)
+    return theirs
+
+
+def test_parity_with_transformers(tmp_path):
+    """TOKENS are 20, beyond the window of 7 and the 16 of YARN's original context."""
+    theirs = gpt_oss()
+    theirs.generation_config.eos_token_id = [2, 5]
+    ours = check_family(theirs, tmp_path)
+    assert (ours.config.window_layers, ours.config.eos_ids) == ((0, 2), (2, 5))
+    check_config_as_on_the_hub(tmp_path / "hf", ours)
+    with pytest.raises(InputError, match="attention_sinks True has no Hugging Face form"):
+        to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
+
+
+def test_mxfp4_is_what_its_numbers_say(tmp_path):
+    """As published; in a folder of floats the matrices are the other way round."""
+    theirs, chosen = gpt_oss(), lambda name: name.endswith(("up_proj", "down_proj"))
+
+    def transposed(w, seed):
+        parts, result, q = mxfp4(w.mT, seed)
+        return parts, result.mT, q
+
+    write(tmp_path / "hf", theirs, transposed, {"quant_method": "mxfp4"}, chosen)
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32"), theirs)
+    theirs.save_pretrained(tmp_path / "floats")
+    convert(tmp_path / "floats", tmp_path / "same")
+    same = take_state(tmp_path / "same")
+    assert all(torch.equal(weight, same[name]) for name, weight in take_state(tmp_path / "ours").items())
+
+
+CONFIG = dataclasses.replace(
+    BASE, n_heads=12, n_kv_heads=4, qkv_bias=True, wo_bias=True, attention_sinks=True, mlp_bias=True,
+    activation="clamped_swiglu", n_experts=5, experts_per_token=2, expert_size=40, sliding_window=4,
+    window_layers=(0, 2), wiring="ladder",
+)  # fmt: skip
+FEW_KV_HEADS = dataclasses.replace(CONFIG, n_kv_heads=2, wiring="farskip")  # of which several ranks have a copy
+CONFIGS = [CONFIG, FEW_KV_HEADS, *(dataclasses.replace(CONFIG, wiring=w) for w in ("standard", "parallel-ladder"))]
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("ranks, configs, how", [
+    (2, CONFIGS, WAYS), ((3, 1), [CONFIG], WAYS), (3, [FEW_KV_HEADS], WAYS), pytest.param(4, CONFIGS, WAYS, marks=SLOW),
+    pytest.param(1, [CONFIG], [{"compile": True, "compile_prefill": True}], marks=SLOW),
+    pytest.param(2, [CONFIG], [{"compile": True}], marks=SLOW),
+])  # fmt: skip
+def test_ranks_compute_what_one_device_does(ranks, configs, how):
+    check_ranks(ranks, configs, how)
+
+
+@pytest.mark.parametrize("mode, ranks", [("int8", 1), ("int8", 3), ("int4", 2)])
+def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
+    config = dataclasses.replace(CONFIG, dim=64, head_dim=16, n_heads=8, expert_size=96)
+    names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
+    assert "layers.0.feed_forward.experts.w2.bias" in names and "layers.0.feed_forward.router.scales" not in names
+
+
+def test_a_prefill_in_chunks_a_server_and_a_draft_compute_the_same():
+    net, ids = random_model(CONFIG), [[1, 5, 6, 7, 1, 5], [1, 9, 3, 9, 3]]
+    runner = make_runner(net, random_model(dataclasses.replace(BASE, n_layers=1)), 3, 2, 30)
+    runner.chunk_tokens = 4
+    assert generate.generate(runner, ids, 6, Sampler(0)).rows == [greedy_tokens(net, row, 6) for row in ids]
+    ends = [greedy_tokens(net, row, 6, end=2) for row in ids]
+    assert run_ranks(1, in_turns, CONFIG, [(i, row, 6) for i, row in enumerate(ids)], 2) == [ends]
+
+
+@pytest.mark.parametrize("G", [1, 2, 7])
+def test_few_positions_with_sinks_against_float64(G, monkeypatch):
+    """A sink is a key more, of value 0; the last of these is far above all scores."""
+    skinny_gemm.build()
+    q, keys, values = numbers(3, 2, 2, G, 64), numbers(3, 2, 40, 64), numbers(3, 2, 40, 64)
+    positions, sinks = torch.tensor([[38, 39], [0, 1], [20, 21]]), torch.linspace(-3, 9, 2 * G).bfloat16()
+    for window in 100, 7:
+        y = torch.ops.ladder.decode_attention(q, keys, values, positions, window, sinks)
+        scores = torch.einsum("bksgh,bkth->bksgt", q.double(), keys.double()) / 8
+        at, last = torch.arange(40), positions[..., None]
+        mask = (at <= last) & (at > last - window)
+        total = scores.masked_fill(~mask[:, None, :, None], -torch.inf).logsumexp(-1)
+        share = (total - sinks.double().view(2, 1, G)).sigmoid()[..., None]
+        exact = attention(q, keys, values, positions, window) * share
+        assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+        arguments = q.transpose(2, 3).double(), keys.double(), values.double(), mask, positions, window, None, sinks
+        monkeypatch.setattr(
+            torch.compiler, "is_compiling", lambda: True
+        )  # split_attend's, of a GPU, without a compiler
+        for other in attend, split_attend:
+            y = other(*arguments).unflatten(2, (G, 2)).transpose(2, 3)
+            assert (y - exact).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
+    more = {"int8": {"not_quantized": ("w2",)}, "int4": {"group_size": 32}, None: {}}[quant]
+    config = dataclasses.replace(CONFIG, head_dim=64, dim=64, expert_size=64, quant=quant, **more)
+    dtypes = torch.float32, torch.bfloat16, torch.bfloat16
+    nets = [load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu") for dtype in dtypes]
+    for name, weight in (pair for net in nets for pair in net.named_parameters()):
+        if name.endswith(("bias", "sinks")):
+            weight.data.normal_(0, 1, generator=torch.Generator().manual_seed(len(name)))
+        elif name.endswith("router.weight"):
+            weight.data *= 30  # rounding must not choose other experts
+    compiling.use_decode_kernels(nets[2])
+    assert nets[2].layers[0].attention.attend is decode_modules.decode_attend
+    with torch.inference_mode():
+        exact, plain, fast = (last_logits(net, *unequal_rows(config)).float() for net in nets)
+    assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
+
+
+@pytest.mark.parametrize("way", [experts.experts_on_a_gpu, experts.gathered, experts.every])
+def test_products_for_a_gpu_know_biases(way):
+    moe, x = MoE(CONFIG), torch.randn(8, 48)
+    for weight in moe.parameters():
+        torch.nn.init.normal_(weight, 0, 0.5)
+    three, (_, chosen) = (moe.experts.w1, moe.experts.w3, moe.experts.w2), moe.choose(x)
+    y = way(x, chosen, *([w.weight] for w in three), experts.list_biases(*three))
+    torch.testing.assert_close(y, moe.experts(x, chosen), rtol=1e-4, atol=1e-4)
+
+
+HARMONY = """
+{%- macro typed(kind, nullable=false) -%}{{ kind ~ (" | null" if nullable else "") }}{%- endmacro -%}
+{%- set ns = namespace(answers=0) -%}
+{{- "<|start|>system<|message|>Current date: " + strftime_now("%Y-%m-%d") + "\\n" }}
+{%- for tool in tools or [] %}{{ tool.name ~ ": " ~ typed("string", true) }}{% endfor -%}
+{%- for m in messages -%}
+{%- if m.role == "assistant" %}{% set ns.answers = ns.answers + 1 %}{% endif -%}
+<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{{ ns.answers }}{%- endif -%}
+"""
+
+
+def test_a_template_with_harmonys_features():
+    tokenizer = Tokenizer()
+    tokenizer.template = HARMONY
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    system = f"<|start|>system<|message|>Current date: {time.strftime('%Y-%m-%d')}\nf: string | null"
+    talk = "<|start|>user<|message|>hi<|end|><|start|>assistant<|message|>ho<|end|><|start|>assistant1"
+    assert render(tokenizer, messages, variables={"tools": [{"name": "f"}]}) == system + talk
+
+
+def test_the_named_size_has_the_published_parameter_count():
+    assert sum(p.numel() for p in build(named_size("gpt-oss-20b")).parameters()) == pytest.approx(20.91e9, rel=5e-4)
+    assert named_size("gpt-oss-20b:3").window_layers == (0, 2)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"mlp_bias": False}, "activation clamped_swiglu is not for a mixture of experts, unless"),
+    ({"shared_expert_size": 8}, "clamped_swiglu is not for shared experts"),
+    ({"score_cap": 3.0}, "attention_sinks are not for score_cap"),
+    ({"n_experts": None, "experts_per_token": None, "expert_size": None}, "'clamped_swiglu' is unknown"),
+    ({"rope_scaling": {"factor": 2.0, "truncate": False}}, "truncate False, which only yarn has"),
+])  # fmt: skip
+def test_bad_configs_are_one_line(changes, words):
+    with pytest.raises(InputError, match=words):
+        dataclasses.replace(CONFIG, **changes)
