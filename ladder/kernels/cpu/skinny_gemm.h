@@ -169,7 +169,8 @@ void tile(const uint16_t* w, const uint16_t* x, float* sums, int64_t K, int64_t 
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++) add(k + u * kVector, u, kVector);
   }
-  for (; k < count; k += kVector) add(k, 0, std::min(kVector, count - k));
+  for (; k + kVector <= count; k += kVector) add(k, 0, kVector);
+  if (k < count) add(k, 0, count - k);
   for (int r = 0; r < R; r++) {
     for (int m = 0; m < M; m++) {
       Sums all = lanes[r][m][0];
