@@ -96,7 +96,7 @@ template <int M>
 void check_attention(int64_t length, int64_t H) {
   const auto q = numbers(M * H), keys = numbers(length * H), values = numbers(length * H);
   std::vector<float> y(M * H), weights(M * length + kLanes);
-  attend<M>(q.data(), keys.data(), values.data(), y.data(), weights.data(), length, H);
+  attend<M>(q.data(), keys.data(), values.data(), y.data(), weights.data(), length, H, H, H, 1 / std::sqrt(float(H)));
   for (int64_t i = 0; i < M * H; i++) {
     double sum = 0, weighted = 0;
     for (int64_t t = 0; t < length; t++) {

@@ -165,11 +165,11 @@ MISFITS = [
     ("skinny_gemm_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT[0], 8, 8, [16] * 3, []),
     ("skinny_gemm_experts", zeros(3, 8), IDS + 3, EXPERT, EXPERT[:2], EXPERT, 8, 8, [16] * 3, []),
     ("skinny_gemm_experts", zeros(3, 64), IDS, *[packed(1, 1, 17)] * 3, 16, 64, [8] * 3, []),
-    ("decode_attention", Q, CACHE[:, :, :0], CACHE[:, :, :0], IDS[:, :1], 9),
-    ("decode_attention", Q, CACHE, CACHE[:, :, :8].contiguous(), IDS[:, :1], 9),
-    ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9),
-    ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9),
-    ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9),
+    ("decode_attention", Q, CACHE[:, :, :0], CACHE[:, :, :0], IDS[:, :1], 9, 0.125),
+    ("decode_attention", Q, CACHE, CACHE[:, :, :8].contiguous(), IDS[:, :1], 9, 0.125),
+    ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9, 0.125),
+    ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9, 0.125),
+    ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9, 0.125),
     ("attention_step", X, WQKV, WO, [16], 2, None, [], *STEP),
     ("attention_step", X, WQKV[:192], WO, [16, 16], 1, None, [], *STEP),
     ("attention_step", X, WQKV[:320], WO, [16, 16], 2, None, [], *STEP),
@@ -181,7 +181,7 @@ MISFITS = [
     ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE.double(), ROPE, IDS[:, :1], CACHE, CACHE),
     ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1] - 1, CACHE, CACHE),
     ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1], CACHE[:2], CACHE),
-    ("decode_attention", Q[..., :32], CACHE[..., :32].contiguous(), CACHE[..., :32].contiguous(), IDS[:, :1], 9),
+    ("decode_attention", Q[..., :32], CACHE[..., :32].contiguous(), CACHE[..., :32].contiguous(), IDS[:, :1], 9, 0.125),
 ]
 
 
@@ -214,7 +214,7 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
         for row, position in enumerate(last):
             for outside in slice(position + 1, None), slice(max(position + 2 - S - window, 0)):
                 keys[row, :, outside] = values[row, :, outside] = torch.nan
-        y = torch.ops.ladder.decode_attention(q, keys, values, positions, window)
+        y = torch.ops.ladder.decode_attention(q, keys, values, positions, window, H**-0.5)
         exact = attention(q, keys, values, positions, window)
         assert y.shape == q.shape and y.dtype == torch.bfloat16
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * max(1, scale / 10)).all()

@@ -115,7 +115,7 @@ def test_few_positions_with_sinks_against_float64(G, monkeypatch):
     q, keys, values = numbers(3, 2, 2, G, 64), numbers(3, 2, 40, 64), numbers(3, 2, 40, 64)
     positions, sinks = torch.tensor([[38, 39], [0, 1], [20, 21]]), torch.linspace(-3, 9, 2 * G).bfloat16()
     for window in 100, 7:
-        y = torch.ops.ladder.decode_attention(q, keys, values, positions, window, sinks)
+        y = torch.ops.ladder.decode_attention(q, keys, values, positions, window, 0.125, sinks)
         scores = torch.einsum("bksgh,bkth->bksgt", q.double(), keys.double()) / 8
         at, last = torch.arange(40), positions[..., None]
         mask = (at <= last) & (at > last - window)

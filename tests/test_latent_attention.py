@@ -33,7 +33,8 @@ from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.kernels import compiling
-from ladder.kernels.cpu import decode_modules
+from ladder.kernels.cpu import decode_modules, skinny_gemm
+from ladder.layers.attention_inputs import attention_metadata
 from ladder.layers.mixture import MoE
 from ladder.memory import step_bytes
 from model import build
@@ -336,6 +337,48 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step():
     with torch.inference_mode():
         exact, plain, fast = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain, fast))
     assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("N, S", [(16, 1), (8, 3), (6, 16), (5, 2), (4, 5)])
+def test_few_positions_attend_to_latents_as_in_float64(N, S, compile, monkeypatch):
+    """A rank's N heads, three rows with unequal pasts; the cache is not a number where no row may look."""
+    sizes = {"query_rank": None, "latent_dim": 128, "key_dim": 48, "rope_dim": 32, "value_dim": 20}
+    shape = {"dim": 64, "n_heads": N, "n_kv_heads": N, "head_dim": 80, "rotary_dim": 32, "n_layers": 1}
+    config = dataclasses.replace(CONFIG, **shape, latent_attention=sizes)
+    exact, plain, fast = (
+        load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
+        for dtype in (torch.float64, torch.bfloat16, torch.bfloat16)
+    )
+    for weight, rounded in zip(exact.parameters(), plain.parameters(), strict=True):
+        weight.data = rounded.data.double()
+    compiling.use_decode_kernels(fast)
+    positions = torch.tensor([[20], [0], [7]]) + torch.arange(S)
+    past, x = torch.randn(3, 1, 40, 160).bfloat16(), torch.randn(3, S, 64).bfloat16()
+    for row, first in enumerate(positions[:, 0]):
+        past[row, :, first:] = torch.nan
+    monkeypatch.setattr(skinny_gemm, "SKINNY_ROWS", 16)  # fewer than those of 16 positions
+    step, calls = torch.ops.ladder.latent_attention, []
+    if not compile:  # the compiler looks through torch.ops
+        monkeypatch.setattr(torch.ops.ladder, "latent_attention", lambda *a: calls.append(1) or step(*a))
+    results, caches = [], []
+    for net in exact, plain, fast:
+        cache, attention = past.to(net.dtype, copy=True), net.layers[0].attention
+        if net is not fast:
+            cache.nan_to_num_(0)  # a mask multiplies by 0
+        with torch.inference_mode():
+            metadata = attention_metadata(net, positions, torch.arange(38))
+            run = torch.compile(attention, fullgraph=True) if compile and net is fast else attention
+            results.append(run(x.to(net.dtype), metadata, (cache, cache[..., :0])).double())
+        caches.append(cache.double())
+    assert len(calls) == (not compile and 3 * S <= 16)
+    exact, plain, fast = results
+    assert (fast - exact).norm() < 1.1 * (plain - exact).norm()
+    assert (fast - exact).abs().max() < 0.03 * exact.abs().max()
+    for row, first in enumerate(positions[:, 0]):
+        ours, theirs = (cache[row, :, : first + S] for cache in (caches[2], caches[1]))
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-4)
+        assert caches[2][row, :, first + S :].isnan().all()
 
 
 def test_bytes_of_the_cache_are_those_of_latents():

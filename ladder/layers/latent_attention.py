@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         rank, L, X, R, Y = (config.latent_attention[name] for name in HF_KEYS)
-        N, self.sizes = config.n_heads, (L, X, R, Y)
+        N, self.sizes, self.scale = config.n_heads, (L, X, R, Y), (X + R) ** -0.5  # scale: of the scores
         if rank:
             self.wq_a, self.q_a_norm = nn.Linear(config.dim, rank, bias=False), nn.RMSNorm(rank, LATENT_EPS)
             self.wq_b = nn.Linear(rank, N * (X + R), bias=False)
@@ -70,39 +70,44 @@ class LatentAttention(nn.Module):
 
         metadata: an AttentionMetadata, whose rope is of R dimensions. cache: None, or made by new_cache and written to.
         """
-        (B, S, _), (L, X, R, Y) = x.shape, self.sizes
         q = self.wq_b(self.q_a_norm(self.wq_a(x))) if hasattr(self, "wq_b") else self.wq(x)
+        y = self.attend(q, self.wkv_a(x), metadata, cache)
+        return self.wo(y if self.wgate is None else y * self.wgate(x).sigmoid())
+
+    def attend(self, q, kv, metadata, cache):
+        """Return the heads' outputs (B, S, N Y). q: (B, S, N (X + R)), kv: latents and shared keys (B, S, L + R)."""
+        (B, S, _), (L, X, R, Y) = q.shape, self.sizes
         q, rotated = q.view(B, S, -1, 1, X + R).permute(0, 2, 3, 1, 4).split([X, R], -1)  # (B, N, 1, S, X and R)
-        latents, keys = self.wkv_a(x).split([L, R], -1)
+        latents, keys = kv.split([L, R], -1)
         q = torch.cat((q, rotate(rotated, *metadata.rope)), -1).squeeze(2)  # (B, N, S, X + R)
         if metadata.query_scale is not None:
             q = (q * metadata.query_scale).type_as(q)
         keys = rotate(keys[:, None, None], *metadata.rope).squeeze(2)  # (B, 1, S, R), of all heads
         cached = torch.cat((self.kv_a_norm(latents)[:, None], keys), -1)  # (B, 1, S, L + R)
-        mask, scale = metadata.mask, (X + R) ** -0.5
+        mask = metadata.mask
         if cache is not None:
             cache[0][metadata.rows, :, metadata.positions] = cached.transpose(1, 2)
             if mask is not None:  # else each row begins here, and the keys are those of this pass
                 cached = cache[0][:, :, : mask.shape[-1]]
         if mask is not None and q.shape[2] <= self.most_absorbed:
-            y = self.attend_to_latents(q, cached, mask, scale)
+            y = self.attend_to_latents(q, cached, metadata)
         else:
             expanded, N = self.wkv_b(cached[:, 0, :, :L]), q.shape[1]  # (B, T', N X + N Y)
             k, v = (w.unflatten(-1, (N, -1)).transpose(1, 2) for w in expanded.split([N * X, N * Y], -1))
             k = torch.cat((k, cached[..., L:].expand(*k.shape[:-1], R)), -1)
             v = F.pad(v, (0, max(0, X + R - Y)))  # PyTorch's fast kernels want keys and values of one width
             visible = {"is_causal": True} if mask is None else {"attn_mask": mask[:, None]}
-            y = F.scaled_dot_product_attention(q, k, v, scale=scale, **visible)[..., :Y]
-        y = y.transpose(1, 2).flatten(2)  # (B, S, N Y)
-        return self.wo(y if self.wgate is None else y * self.wgate(x).sigmoid())
+            y = F.scaled_dot_product_attention(q, k, v, scale=self.scale, **visible)[..., :Y]
+        return y.transpose(1, 2).flatten(2)
 
-    def attend_to_latents(self, q, cached, mask, scale):
+    def attend_to_latents(self, q, cached, metadata):
         """Return the heads' outputs (B, N, S, Y), "absorbed". q: (B, N, S, X + R), cached: (B, 1, T', L + R)."""
         L, X, R, _ = self.sizes
         queries, rotated = q.split([X, R], -1)
-        q = torch.cat((self.to_latents(queries), rotated), -1) * scale  # (B, N, S, L + R)
+        q = torch.cat((self.to_latents(queries), rotated), -1) * self.scale  # (B, N, S, L + R)
         scores = (q.flatten(1, 2) @ cached[:, 0].mT).float()  # (B, N S, T')
-        scores = scores.unflatten(1, q.shape[1:3]).masked_fill(~mask[:, None], -torch.inf).softmax(-1).type_as(q)
+        hidden = ~metadata.mask[:, None]
+        scores = scores.unflatten(1, q.shape[1:3]).masked_fill(hidden, -torch.inf).softmax(-1).type_as(q)
         y = (scores.flatten(1, 2) @ cached[:, 0, :, :L]).unflatten(1, q.shape[1:3])  # (B, N, S, L)
         return self.to_values(y)
 

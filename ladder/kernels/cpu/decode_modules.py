@@ -23,7 +23,8 @@ def decode_attend(q, k, v, mask, positions, window, score_cap, sinks=None):
     if q.shape[3] > FEW_POSITIONS:
         return attend(q, k, v, mask, positions, window, score_cap, sinks)
     q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache they are views of wqkv's output
-    y = torch.ops.ladder.decode_attention(q, k, v, positions, window or k.shape[2], sinks)  # (B, K, S, G, H)
+    how = positions, window or k.shape[2], q.shape[-1] ** -0.5, sinks
+    y = torch.ops.ladder.decode_attention(q, k, v, *how)  # (B, K, S, G, H)
     return y.transpose(2, 3).flatten(2, 3)
 
 
@@ -116,7 +117,10 @@ class SkinnyAttention(Attention):
 
 
 class SkinnyLatentAttention(LatentAttention):
-    """A LatentAttention that multiplies few queries by the parts of wkv_b without reading them more than once."""
+    """A LatentAttention whose few new positions read the parts of wkv_b and the cache no more often than they need.
+
+    From the queries to the heads' outputs it is one call or, when compiled, which needs no Python between calls, three.
+    """
 
     def __init__(self, attention):
         self.__dict__ = attention.__dict__  # the same linears
@@ -124,6 +128,27 @@ class SkinnyLatentAttention(LatentAttention):
         N = self.wkv_b.weight.shape[0] // (X + Y)
         keys, values = self.wkv_b.weight.detach().split([N * X, N * Y])
         self.parts = keys.view(N, X, L).mT.contiguous(), values.view(N, Y, L)  # a copy of the keys' rows, transposed
+        self.fits = L % 64 == 0 and (L + self.sizes[2]) % 32 == 0  # decode_attention
+
+    def attend(self, q, kv, metadata, cache):
+        rope, scale = metadata.rope, self.scale * (metadata.query_scale or 1.0)  # a number, as read from config.json
+        few = self.fits and cache is not None and metadata.mask is not None and self.has_few(q[:, None])
+        if not few or q.shape[1] > FEW_POSITIONS or rope[0].dtype != torch.float32 or torch.compiler.is_compiling():
+            return super().attend(q, kv, metadata, cache)
+        norm, positions = self.kv_a_norm, metadata.positions
+        return torch.ops.ladder.latent_attention(
+            q, kv, norm.weight, norm.eps, *self.parts, *rope, positions, cache[0], scale
+        )
+
+    def attend_to_latents(self, q, cached, metadata):
+        if not self.fits or q.shape[2] > FEW_POSITIONS:
+            return super().attend_to_latents(q, cached, metadata)
+        L, X, R, _ = self.sizes
+        queries, rotated = q.split([X, R], -1)
+        q = torch.cat((self.to_latents(queries), rotated), -1).transpose(1, 2)[:, None]  # (B, 1, S, N, L + R)
+        values, positions, T = cached[..., :L], metadata.positions, cached.shape[2]
+        y = torch.ops.ladder.decode_attention(q, cached, values, positions, T, self.scale)
+        return self.to_values(y[:, 0].transpose(1, 2))
 
     def to_latents(self, q):
         return self.multiply(q, self.parts[0]) if self.has_few(q) else super().to_latents(q)

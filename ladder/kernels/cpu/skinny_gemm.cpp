@@ -7,6 +7,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
@@ -260,18 +261,19 @@ at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int6
 // Attention of a few new positions in each row of a batch
 
 // Turn queries q (B, K, G, S, H) and keys k (B, K, S, H) at positions (B, S) by cos, sin (B, 1, 1, S, R / 2), as
-// attention_inputs.rotate does, and write keys and values v to the cache (B, K, T, H). Returns the queries.
+// attention_inputs.rotate does, and write keys and values v (B, K, S, V) to the caches (B, K, T, H) and (B, K, T, V).
+// Returns the queries.
 at::Tensor rotate_into_cache(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cosines, const at::Tensor& sines,
     const at::Tensor& positions, const at::Tensor& keys, const at::Tensor& values) {
   const int64_t B = q.size(0), K = q.size(1), G = q.size(2), S = q.size(3), H = q.size(4), T = keys.size(2);
-  const int64_t R = cosines.size(-1);
+  const int64_t R = cosines.size(-1), V = v.size(-1);
   auto fits = [](const at::Tensor& t, at::IntArrayRef shape) { return t.sizes() == shape && t.stride(-1) == 1; };
   TORCH_CHECK(
-      q.stride(-1) == 1 && fits(k, {B, K, S, H}) && fits(v, {B, K, S, H}) && fits(keys, {B, K, T, H}) &&
-          fits(values, {B, K, T, H}) && keys.is_contiguous() && values.is_contiguous() && 2 * R <= H &&
+      q.stride(-1) == 1 && fits(k, {B, K, S, H}) && fits(v, {B, K, S, V}) && fits(keys, {B, K, T, H}) &&
+          fits(values, {B, K, T, V}) && 2 * R <= H &&
           fits(cosines, {B, 1, 1, S, R}) && fits(sines, {B, 1, 1, S, R}) && positions.sizes() == at::IntArrayRef({B, S}),
-      "rotate_into_cache takes q (B, K, G, S, H), k, v (B, K, S, H), cos, sin (B, 1, 1, S, R / 2), a contiguous cache");
+      "rotate_into_cache takes q (B, K, G, S, H), k (B, K, S, H), v (B, K, S, V), cos, sin (B, 1, 1, S, R / 2), a cache");
   const at::Tensor at = positions.contiguous(), cos = cosines.contiguous(), sin = sines.contiguous();
   at::Tensor result = at::empty(q.sizes(), q.options());
   uint16_t *y = static_cast<uint16_t*>(result.data_ptr()), *k_to = static_cast<uint16_t*>(keys.data_ptr());
@@ -280,9 +282,9 @@ at::Tensor rotate_into_cache(
     const int64_t s = i % S, h = i / S % K, b = i / S / K, position = at.const_data_ptr<int64_t>()[b * S + s];
     TORCH_CHECK_INDEX(0 <= position && position < T, "position ", position, " is not in a cache of ", T, " slots");
     const float *c = cos.const_data_ptr<float>() + (b * S + s) * R, *d = sin.const_data_ptr<float>() + (b * S + s) * R;
-    const int64_t slot = ((b * K + h) * T + position) * H;
-    turn(data(k) + b * k.stride(0) + h * k.stride(1) + s * k.stride(2), c, d, k_to + slot, R, H);
-    std::memcpy(v_to + slot, data(v) + b * v.stride(0) + h * v.stride(1) + s * v.stride(2), H * sizeof(uint16_t));
+    auto row = [&](const at::Tensor& t, int64_t i) { return b * t.stride(0) + h * t.stride(1) + i * t.stride(2); };
+    turn(data(k) + row(k, s), c, d, k_to + row(keys, position), R, H);
+    std::memcpy(v_to + row(values, position), data(v) + row(v, s), V * sizeof(uint16_t));
     const uint16_t* from = data(q) + b * q.stride(0) + h * q.stride(1) + s * q.stride(3);
     for (int64_t g = 0; g < G; g++) turn(from + g * q.stride(2), c, d, y + (((b * K + h) * G + g) * S + s) * H, R, H);
   };
@@ -306,37 +308,43 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
   return result;
 }
 
-// q (B, K, S, G, H) at positions (B, S) over the cached keys and values (B, K, T, H): each over the last `window` of them
-// up to its own position. sinks (K * G): see skinny_gemm.h.
+// q (B, K, S, G, H) at positions (B, S) over the cached keys (B, K, T, H) and values (B, K, T, V), which may be a part of
+// them: each over the last `window` of them up to its own position. sinks (K * G): see skinny_gemm.h. Returns (B, K, S, G, V).
 at::Tensor decode_attention(
     const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions, int64_t window,
-    const std::optional<at::Tensor>& sinks) {
+    double scale, const std::optional<at::Tensor>& sinks) {
   const int64_t B = q.size(0), K = q.size(1), S = q.size(2), G = q.size(3), H = q.size(4), T = keys.size(2);
+  const int64_t V = values.size(-1), pieces = (G + 3) / 4;  // of the queries of a head, shared out among the threads
   TORCH_CHECK(
-      H % 64 == 0 && T > 0 && keys.is_contiguous() && values.is_contiguous() && values.sizes() == keys.sizes() &&
-          keys.sizes() == at::IntArrayRef({B, K, T, H}) && positions.sizes() == at::IntArrayRef({B, S}),
-      "decode_attention takes q (B, K, S, G, H), 64 divides H, a contiguous cache (B, K, T, H), and positions (B, S)");
+      H % 32 == 0 && V % 64 == 0 && T > 0 && keys.stride(2) == H && keys.stride(3) == 1 && values.stride(-1) == 1 &&
+          values.sizes() == at::IntArrayRef({B, K, T, V}) && keys.sizes() == at::IntArrayRef({B, K, T, H}) &&
+          positions.sizes() == at::IntArrayRef({B, S}),
+      "decode_attention takes q (B, K, S, G, H), keys (B, K, T, H) whose rows are neighbours, values (B, K, T, V), and "
+      "positions (B, S), where 32 divides H and 64 V");
   const at::Tensor queries = q.contiguous(), last = positions.contiguous();
   const at::Tensor sink = sinks ? sinks->to(at::kFloat).expand({K * G}).contiguous() : at::Tensor();
   const float* s_data = sinks ? sink.const_data_ptr<float>() : nullptr;
-  at::Tensor result = at::empty(queries.sizes(), queries.options());
+  at::Tensor result = empty_product(queries, V);
   const uint16_t *q_data = data(queries), *k_data = data(keys), *v_data = data(values);
   const int64_t* p_data = last.const_data_ptr<int64_t>();
   BF16* y_data = result.data_ptr<BF16>();
   constexpr std::array kernels = {&attend<1, BF16>, &attend<2, BF16>, &attend<4, BF16>};
-  at::parallel_for(0, B * K, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, B * K * pieces, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores(4 * T + 16);
-    for (int64_t i = begin; i < end; i++) {
-      const uint16_t *k = k_data + i * T * H, *v = v_data + i * T * H;
+    for (int64_t piece = begin; piece < end; piece++) {
+      const int64_t i = piece / pieces, b = i / K, first = piece % pieces * 4, to = std::min(first + 4, G);
+      auto head = [&](const at::Tensor& t) { return b * t.stride(0) + i % K * t.stride(1); };
+      const uint16_t *k = k_data + head(keys), *v = v_data + head(values);
+      const int64_t apart = values.stride(2);
       for (int64_t s = 0; s < S; s++) {  // from the second one on, the keys and values are in the caches
-        const int64_t position = p_data[i / K * S + s];
-        const int64_t stop = std::clamp<int64_t>(position + 1, 1, T);  // so that no memory but the cache is read
+        const int64_t stop = std::clamp<int64_t>(p_data[b * S + s] + 1, 1, T);  // no memory but the cache is read
         const int64_t start = std::max<int64_t>(stop - window, 0), length = stop - start;
-        for (int64_t g = 0; g < G;) {
-          const int which = G - g >= 4 ? 2 : G - g >= 2 ? 1 : 0;
-          const int64_t first = ((i * S + s) * G + g) * H;
-          const float* sink = s_data ? s_data + i % K * G + g : nullptr;
-          kernels[which](q_data + first, k + start * H, v + start * H, y_data + first, scores.data(), length, H, sink);
+        for (int64_t g = first; g < to;) {
+          const int which = to - g >= 4 ? 2 : to - g >= 2 ? 1 : 0;
+          const int64_t row = (i * S + s) * G + g;
+          kernels[which](
+              q_data + row * H, k + start * H, v + start * apart, y_data + row * V, scores.data(), length, H, V, apart,
+              scale, s_data ? s_data + i % K * G + g : nullptr);
           g += 1 << which;
         }
       }
@@ -364,8 +372,29 @@ at::Tensor attention_step(
   at::Tensor q = qkv.narrow(2, 0, G), k = qkv.select(2, G), v = qkv.select(2, G + 1);
   if (!norms.empty()) q = rms_norm(q, norms[0], eps), k = rms_norm(k, norms[1], eps);
   q = rotate_into_cache(q, k, v, cosines, sines, positions, keys, values);
-  const at::Tensor y = decode_attention(q.transpose(2, 3), keys, values, positions, window, std::nullopt);  // (B, K, S, G, H)
+  const double scale = 1 / std::sqrt(double(H));
+  const at::Tensor y = decode_attention(q.transpose(2, 3), keys, values, positions, window, scale, std::nullopt);
   return product(y.transpose(1, 2).reshape({B, S, N * H}), wo, D, N * H, bits[1]);
+}
+
+// What LatentAttention.attend does, "absorbed", in one call: from q (B, S, N (X + R)) and wkv_a's output (B, S, L + R), whose
+// latents get an RMSNorm, to the heads' outputs (B, S, N Y). keys (N, L, X), values (N, Y, L): of wkv_b. cache: (B, 1, T,
+// L + R). The other arguments are those of rotate_into_cache and decode_attention.
+at::Tensor latent_attention(
+    const at::Tensor& q, const at::Tensor& kv, const at::Tensor& norm, double eps, const at::Tensor& keys,
+    const at::Tensor& values, const at::Tensor& cosines, const at::Tensor& sines, const at::Tensor& positions,
+    const at::Tensor& cache, double scale) {
+  TORCH_CHECK(keys.dim() == 3 && values.dim() == 3 && kv.dim() == 3 && cache.dim() == 4, "latent_attention: dimensions");
+  const int64_t B = kv.size(0), S = kv.size(1), N = keys.size(0), L = keys.size(1), X = keys.size(2), R = kv.size(2) - L;
+  const at::Tensor heads = q.view({B, S, N, X + R}), latents = cache.narrow(3, 0, L);
+  at::Tensor turned = rotate_into_cache(
+      heads.narrow(3, X, R).transpose(1, 2).unsqueeze(1), kv.narrow(2, L, R).unsqueeze(1),
+      rms_norm(kv.narrow(2, 0, L), norm, eps).unsqueeze(1), cosines, sines, positions, cache.narrow(3, L, R), latents);
+  const at::Tensor absorbed = skinny_gemm_heads(heads.narrow(3, 0, X).permute({2, 0, 1, 3}).flatten(1, 2), keys);
+  const at::Tensor queries = at::cat(
+      {absorbed.view({N, B, S, L}).permute({1, 2, 0, 3}), turned.squeeze(1).transpose(1, 2)}, -1).unsqueeze(1);
+  const at::Tensor y = decode_attention(queries, cache, latents, positions, cache.size(2), scale, std::nullopt);  // (B, 1, S, N, L)
+  return skinny_gemm_heads(y.view({B * S, N, L}).transpose(0, 1), values).transpose(0, 1).reshape({B, S, -1});
 }
 
 }  // namespace
@@ -379,9 +408,14 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
       "Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, Tensor(b!) values, int window)",
       attention_step);
   define(
-      "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window, Tensor? sinks=None)",
+      "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window, float scale, "
+      "Tensor? sinks=None)",
       decode_attention);
   define("feed_forward(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward);
+  define(
+      "latent_attention(Tensor q, Tensor kv, Tensor norm, float eps, Tensor keys, Tensor values, Tensor cos, Tensor sin, "
+      "Tensor positions, Tensor(a!) cache, float scale)",
+      latent_attention);
   define("rms_norm(Tensor x, Tensor weight, float eps)", rms_norm);
   define(
       "rotate_into_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, "

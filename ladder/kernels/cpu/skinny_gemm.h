@@ -169,7 +169,8 @@ void tile(const uint16_t* w, const uint16_t* x, float* sums, int64_t K, int64_t 
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++) add(k + u * kVector, u, kVector);
   }
-  for (; k < count; k += kVector) add(k, 0, std::min(kVector, count - k));
+  for (; k + kVector <= count; k += kVector) add(k, 0, kVector);
+  if (k < count) add(k, 0, count - k);
   for (int r = 0; r < R; r++) {
     for (int m = 0; m < M; m++) {
       Sums all = lanes[r][m][0];
@@ -426,14 +427,14 @@ inline __attribute__((always_inline)) Sums totals(Sums* lanes) {
   }
 }
 
-// M queries q (M, H) of one head over `length` keys and values (length, H); M divides kLanes, and 64 divides H. weights:
-// room for M length numbers and kLanes more. sinks: none, or each query's score of one more key, whose value is 0.
+// M queries q (M, H) of one head over `length` keys (length, H) and values (length, V), whose rows lie `apart` numbers from
+// one another; M divides kLanes, 32 divides H, and 64 V. weights: room for M length numbers and kLanes more. sinks: none, or
+// each query's score of one more key, whose value is 0.
 template <int M, typename Number>
 void attend(
     const uint16_t* q, const uint16_t* keys, const uint16_t* values, Number* y, float* weights, int64_t length,
-    int64_t H, const float* sinks = nullptr) {
+    int64_t H, int64_t V, int64_t apart, float scale, const float* sinks = nullptr) {
   constexpr int64_t kKeys = kLanes / M;  // whose scores are one vector, the M of a key side by side
-  const float scale = 1 / std::sqrt(float(H));
   Sums largest = Sums{} - INFINITY, sum = {};
   for (int m = 0; sinks && m < M; m++) largest[m] = sinks[m];
   for (int64_t t = 0; t < length; t += kKeys) {
@@ -469,19 +470,19 @@ void attend(
   for (int i = M; i < kLanes; i++) sum[i % M] += sum[i];
   for (int m = 0; sinks && m < M; m++) sum[m] += std::exp(sinks[m] - largest[m]);
   constexpr int kVectors = kLanes == 8 ? 2 : 4;  // of a value, whose sums are in registers
-  for (int64_t h = 0; h < H; h += kVectors * kLanes) {
+  for (int64_t h = 0; h < V; h += kVectors * kLanes) {
     Sums weighted[M][kVectors] = {};
     for (int64_t t = 0; t < length; t++) {
-      for (int c = 0; c < kVectors * kLanes; c += 32) __builtin_prefetch(values + (t + kAhead) * H + h + c);
+      for (int c = 0; c < kVectors * kLanes; c += 32) __builtin_prefetch(values + (t + kAhead) * apart + h + c);
 #pragma GCC unroll 4
       for (int c = 0; c < kVectors; c++) {
-        const Sums value = load_floats(values + t * H + h + kLanes * c);
+        const Sums value = load_floats(values + t * apart + h + kLanes * c);
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) weighted[m][c] += weights[t * M + m] * value;
       }
     }
     for (int m = 0; m < M; m++) {
-      for (int i = 0; i < kVectors * kLanes; i++) y[m * H + h + i] = weighted[m][i / kLanes][i % kLanes] / sum[m];
+      for (int i = 0; i < kVectors * kLanes; i++) y[m * V + h + i] = weighted[m][i / kLanes][i % kLanes] / sum[m];
     }
   }
 }

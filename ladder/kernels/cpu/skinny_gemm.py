@@ -44,7 +44,7 @@ def build():
     )
     torch.library.register_fake("ladder::skinny_gemm_heads", lambda x, w: x.new_empty(*x.shape[:-1], w.shape[1]))
     torch.library.register_fake("ladder::feed_forward", lambda x, *_: x.new_empty(x.shape))
-    torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
+    torch.library.register_fake("ladder::decode_attention", lambda q, k, v, *_: q.new_empty(*q.shape[:-1], v.shape[-1]))
 
 
 class SkinnyLinear(nn.Module):
