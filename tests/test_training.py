@@ -265,6 +265,11 @@ def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrain, 
         adapt.main([*retrain, "--checkpoint", str(tmp_path / "own"), "--fresh", "--out", str(tmp_path / "new")])
 
 
+def test_farskip_is_not_aligned(mixture):
+    with pytest.raises(InputError, match="--align-steps takes a wiring with the sublayers of standard, .*not farskip"):
+        adapt.main([*mixture, "--align-steps", "2"])
+
+
 def losses_of(out):
     """Returns the log of a run, without what depends on the machine."""
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
