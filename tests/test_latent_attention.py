@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-from helpers import ANY_TP, BASE, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows, write_model
+from helpers import ANY_TP, BASE, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows
 from test_convert import (
     YARN,
     change_tensors,
@@ -26,7 +26,6 @@ from test_serve import in_turns
 import generate
 from extras.export import to_hf
 from extras.measure import advise
-from extras.training import adapt
 from generate import Runner
 from ladder.checkpoints import huggingface
 from ladder.checkpoints.sizes import RandomWeights, named_size
@@ -390,14 +389,6 @@ def test_bytes_of_the_cache_are_those_of_latents():
     assert two - one == 2 * (24 + 4) * 2
     one, two = (advise.decode_work(CONFIG, torch.bfloat16, 2, 2, n)["attention"].flops for n in (9, 10))
     assert two - one == 2 * 2 * 3 * (24 + 24 + 4)  # of two rows and this rank's three heads
-
-
-def test_a_router_with_a_bias_is_not_trained(tmp_path):
-    (tmp_path / "model").mkdir()
-    write_model(tmp_path / "model", INSTELLA, random_model(INSTELLA).state_dict(), torch.float32)
-    args = ["--checkpoint", tmp_path / "model", "--text", "x", "--valid", "x", "--out", tmp_path / "out"]
-    with pytest.raises(InputError, match="a router of sigmoid scores cannot be trained"):
-        adapt.main([*map(str, args)])
 
 
 PUBLISHED = {"instella": 15.86, "deepseek-v2-lite": 15.706, "glm-4.5-air": 106.85}  # billions of parameters

@@ -1,5 +1,6 @@
 """Training: what is read and minimised; ranks and interruptions change nothing; the best weights are written."""
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -174,7 +175,16 @@ LANED = ["spd/4", "spd-ladder:0,2/3", "delayed-3/2", "desync:4/4", "ladder-2"]  
 CONFIGS = [{"wiring": wiring, "qk_norm": True, **BIASED} for wiring in LANED]
 EXPERTS = {"n_experts": 5, "experts_per_token": 2, "expert_size": 36, "dense_layers": (1,)}
 SHARED = {**EXPERTS, "shared_expert_size": 28, "shared_expert_gate": True}
-OTHERS = [{"wiring": "ladder", "tie_embeddings": True}, {"wiring": "pair", **EXPERTS}, {"wiring": "farskip", **SHARED}]
+GPT_OSS = {
+    **EXPERTS, **BIASED, "dense_layers": (), "attention_sinks": True, "activation": "clamped_swiglu",
+    "wiring": "ladder",
+}  # fmt: skip
+OTHERS = [
+    {"wiring": "ladder", "tie_embeddings": True},
+    {"wiring": "pair", **EXPERTS},
+    {"wiring": "farskip", **SHARED},
+    GPT_OSS,
+]
 
 
 @pytest.mark.parametrize("tp_size, changes, dtype", [
@@ -234,6 +244,30 @@ def mixture(retrain, tiny, tmp_path):
     write_model(tmp_path / "mixture", config, random_model(config).state_dict(), torch.float32)
     writing.copy_tokenizer(tiny, tmp_path / "mixture")
     return [*retrain, "--checkpoint", str(tmp_path / "mixture"), "--wiring", "farskip"]
+
+
+@pytest.mark.parametrize("changes", [{**SHARED, "router": "sigmoid", "expert_scale": 2.5}, GPT_OSS])
+def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrain, tiny, tmp_path):
+    """An expert_bias decides alone which experts are chosen; it is written in float32, as the loader wants it."""
+    config = dataclasses.replace(checkpoint.read_config(tiny), **{**changes, "wiring": "standard"})
+    (tmp_path / "own").mkdir()
+    write_model(tmp_path / "own", config, random_model(config).state_dict(), torch.float32)
+    writing.copy_tokenizer(tiny, tmp_path / "own")
+    adapt.main([*retrain, "--checkpoint", str(tmp_path / "own"), "--wiring", "ladder", "--dtype", "bfloat16"])
+    own, trained = checkpoint.Weights(tmp_path / "own"), checkpoint.Weights(tmp_path / "out")
+    for name in own.names():
+        before, after = own.read(name), trained.read(name)
+        chooses, is_sigmoid = ".router." in name or name.endswith("expert_bias"), "router" in changes
+        assert after.dtype == (torch.float32 if chooses and is_sigmoid else torch.bfloat16)
+        if chooses or name.endswith("w2.weight"):
+            assert torch.equal(before.to(after.dtype), after) == chooses, name
+    with pytest.raises(InputError, match="--fresh trains no router") if is_sigmoid else contextlib.nullcontext():
+        adapt.main([*retrain, "--checkpoint", str(tmp_path / "own"), "--fresh", "--out", str(tmp_path / "new")])
+
+
+def test_farskip_is_not_aligned(mixture):
+    with pytest.raises(InputError, match="--align-steps takes a wiring with the sublayers of standard, .*not farskip"):
+        adapt.main([*mixture, "--align-steps", "2"])
 
 
 def losses_of(out):

@@ -110,6 +110,7 @@ def build(config, weights, world, args, is_teacher=False):
 def freeze(model, original, train):
     """Freeze what --train leaves out, and the routers of a model whose wiring changes; set model.first_sublayer.
 
+    A router's expert_bias is frozen in any case: it decides alone which experts are chosen, which has no gradient.
     original: the Config of the weights' own wiring. train: "all", "above" or "outputs".
     """
     first = partials.first_rewired(original, model.config)
@@ -120,8 +121,8 @@ def freeze(model, original, train):
         layer = int(name.split(".")[1]) if name.startswith("layers.") else model.config.n_layers
         below = layer < first or name.startswith("tok_embeddings")  # a tied head is the embedding's
         other = "norm" not in name and not name.removesuffix(".bias").removesuffix(".weight").endswith(("wo", "w2"))
-        is_router = name.endswith("router.weight")
-        if (train != "all" and below) or (train == "outputs" and other) or (changes and is_router):
+        chooses = ".router." in name and changes or name.endswith("expert_bias")
+        if (train != "all" and below) or (train == "outputs" and other) or chooses:
             parameter.requires_grad_(False)
 
 

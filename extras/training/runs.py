@@ -32,8 +32,8 @@ def read_configs(args):
             raise InputError(f"a model in the wiring {each.wiring} cannot be trained")
         if each.linear_layers:
             raise InputError("linear_layers cannot be trained: a state would go on to the next text of a window")
-        if each.router == "sigmoid":
-            raise InputError("a router of sigmoid scores cannot be trained: no gradient balances its expert_bias")
+        if each.router == "sigmoid" and args.fresh:
+            raise InputError("--fresh trains no router of sigmoid scores: no gradient balances its expert_bias")
         check_lanes(each)
     if not (args.text or args.own_text):
         raise InputError("there is nothing to train on: give --text FILE, --own-text N or both")
@@ -49,7 +49,8 @@ def read_configs(args):
         ):
             raise InputError(f"{flag} takes a --wiring that changes and the checkpoint itself as the teacher")
         if len({len(w.block_sublayers) * w.blocks for w in (*own.layer_wirings, *config.layer_wirings)}) > 1 or any(
-            each.named_wiring.blocks > 1 or each.fixed_lanes for each in (own, config)
+            each.named_wiring.blocks > 1 or each.fixed_lanes or args.align_steps and each.named_wiring.rest_waits
+            for each in (own, config)  # farskip's sublayers return two tensors, of which none alone is a partial
         ):
             raise InputError(
                 f"{flag} takes a wiring with the sublayers of {own.wiring}, such as ladder, not {config.wiring}"

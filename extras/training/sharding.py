@@ -18,6 +18,7 @@ from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import rope_frequencies
+from ladder.layers.mixture import stays_float32
 from ladder.progress import progress
 
 
@@ -52,7 +53,7 @@ def fresh(name, shape, seed):
 
     wo and w2 are 0, so that in every wiring a model starts like one without layers.
     """
-    if len(shape) == 1 or name.endswith(("wo.weight", "w2.weight")):
+    if len(shape) == 1 or name.endswith(("wo.weight", "w2.weight", "bias")):
         return torch.full(shape, float(len(shape) == 1 and not name.endswith("bias")))
     return torch.empty(shape).normal_(0, shape[-1] ** -0.5, generator=torch.Generator().manual_seed(seed))
 
@@ -69,10 +70,11 @@ def write(run, step, model, dtype, world):
 
     Every rank must call this, since tensors are gathered one at a time; rank 0 writes.
     """
-    parameters = dict(model.named_parameters())
+    parameters, float32 = dict(model.named_parameters()), torch.float32
+    dtypes = {name: float32 if stays_float32(model.config, name) else dtype for name in parameters}
 
     def read(name):
-        return parameters[name].detach().full_tensor().to("cpu", dtype)
+        return parameters[name].detach().full_tensor().to("cpu", dtypes[name])
 
     if world.rank > 0:
         for name in parameters:
@@ -83,7 +85,7 @@ def write(run, step, model, dtype, world):
     with outputs.new_folder(target) as folder:
         writing.write_config(folder, model.config)
         writing.copy_tokenizer(run, folder)
-        writing.write_weights(folder, {name: p.numel() * dtype.itemsize for name, p in parameters.items()}, read)
+        writing.write_weights(folder, {n: p.numel() * dtypes[n].itemsize for n, p in parameters.items()}, read)
 
 
 def save(run, step, best, model, optimizer, world):
