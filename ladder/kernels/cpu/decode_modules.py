@@ -10,7 +10,6 @@ from ladder.errors import InputError
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.quant_kernels import use_kernels
 from ladder.kernels.quant_linear import swap
-from ladder.layers.experts import list_biases
 from ladder.layers.latent_attention import LatentAttention
 from ladder.ranks.world import say
 from model import Attention, FeedForward, attend, rotate_into_cache
@@ -59,7 +58,7 @@ def multiply_experts(x, chosen, w1, w3, w2):
     w1, w3, w2: ExpertMatrices in bfloat16, or packed QuantLinears.
     """
     weights, bits = [w.weight for w in (w1, w3, w2)], [getattr(w, "bits", 16) for w in (w1, w3, w2)]
-    biases = list_biases(w1, w3, w2)
+    biases = [w.bias for w in (w1, w3, w2) if w.bias is not None]
     if bits == [16] * 3 and chosen.numel() > skinny_gemm.SKINNY_ROWS * len(w1.weight):
         return torch.ops.ladder.experts(x, chosen, *([weight] for weight in weights), biases)
     return torch.ops.ladder.skinny_gemm_experts(x, chosen, *weights, w2.in_features, x.shape[1], bits, biases)
