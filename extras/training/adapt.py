@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
@@ -26,6 +27,7 @@ from ladder.command_line.flags import count, number
 from ladder.errors import InputError
 from ladder.layers import experts
 from ladder.layers.attention_inputs import attention_metadata
+from ladder.memory import keep_freed_memory
 from ladder.progress import progress
 from ladder.ranks import launch
 from ladder.scoring import SEPARATOR
@@ -149,14 +151,21 @@ def losses(model, batch, teacher=None, align=False):
 
 
 @torch.no_grad()
-def validation_loss(model, windows, rows, world):
-    """Return nats per token over all windows, `rows` at a time on each rank."""
-    nats = tokens = 0.0
+def validation_loss(model, windows, rows, world, teacher=None):
+    """Return (the cross-entropy, the KL divergence from a teacher or else 0), in nats per token over all windows.
+
+    rows: windows at a time on each rank.
+    """
+    kl = nats = tokens = 0.0
     for batch in windows.batches(range(windows.n), rows, world):
-        nats, tokens = nats + losses(model, batch)[1].item(), tokens + batch.counts.sum().item()
-    model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
-    nats, tokens = sharding.summed([nats, tokens], world)
-    return nats / max(tokens, 1)
+        loss, ce = losses(model, batch, teacher)
+        kl, nats = kl + (loss.item() - 0.1 * ce.item() if teacher else 0), nats + ce.item()
+        tokens += batch.counts.sum().item()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # FSDP2 leaves some weights whole, for a backward pass
+    nats, kl, tokens = sharding.summed([nats, kl, tokens], world)
+    return nats / max(tokens, 1), kl / max(tokens, 1)
 
 
 def learning_rate(step, args):
@@ -229,15 +238,18 @@ def train(model, teacher, windows, valid, run, args, world):
         if validates:
             progress.at("validation", timed=False)
             if teacher and not step:  # with which the student's losses are compared
-                line["teacher"] = validation_loss(teacher, valid, args.micro_batch, world)
-            line["valid"] = validation_loss(model, valid, args.micro_batch, world)
+                line["teacher"], _ = validation_loss(teacher, valid, args.micro_batch, world)
+            line["valid"], kl = validation_loss(model, valid, args.micro_batch, world, teacher)
+            line |= {"kl": kl} if teacher else {}
             if line["valid"] < best["valid"]:
                 best = line
                 sharding.write(run, step, model, checkpoint.DTYPES[args.dtype], world)
         if is_rank_0:
             outputs.append_line(run / "log.jsonl", line)
             if validates:
-                nats = ", ".join(f"{name} {line[name]:.4f}" for name in ("train", "teacher", "valid") if name in line)
+                nats = ", ".join(
+                    f"{name} {line[name]:.4f}" for name in ("train", "teacher", "valid", "kl") if name in line
+                )
                 bar.write(f"step {step}: {nats} nats per token")
         if validates:
             sharding.save(run, step, best["step"], model, optimizer, world)
@@ -287,6 +299,8 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
+    if world.device.type == "cpu":
+        keep_freed_memory()
     out = Path(os.path.realpath(args.out))
     run = Path(f"{out}.run")
     with world.together():
