@@ -147,7 +147,7 @@ def test_alignment_pulls_each_sublayer_to_the_teacher_s_given_what_it_would_read
 
 def test_a_validation_has_the_divergence_from_the_teacher(lone):
     batch, student, teacher = batch_and_models("above")
-    windows = SimpleNamespace(n=2, batches=lambda *_: [batch, batch])
+    windows, student.reshard, teacher.reshard = SimpleNamespace(n=2, batches=lambda *_: [batch, batch]), int, int
     nats, kl = adapt.validation_loss(student, windows, 2, lone, teacher)
     with torch.no_grad():
         q, p = (model.logits(model(batch))[batch.counts].log_softmax(-1) for model in (student, teacher))

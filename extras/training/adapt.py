@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
@@ -161,9 +160,7 @@ def validation_loss(model, windows, rows, world, teacher=None):
         loss, ce = losses(model, batch, teacher)
         kl, nats = kl + (loss.item() - 0.1 * ce.item() if teacher else 0), nats + ce.item()
         tokens += batch.counts.sum().item()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # FSDP2 leaves some weights whole, for a backward pass
+    model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
     nats, kl, tokens = sharding.summed([nats, kl, tokens], world)
     return nats / max(tokens, 1), kl / max(tokens, 1)
 

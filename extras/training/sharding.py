@@ -26,8 +26,7 @@ def shard(model, sublayers, world, dtype):
     mesh = DeviceMesh.from_group(world.dist_group or dist.group.WORLD, world.device.type)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*sublayers, model):
-        # one rank keeps what it has cast to dtype until its backward pass: there is nothing to save
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=world.tp_size > 1)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=world.device)
     if model.config.tie_embeddings:
         model.output.weight = model.tok_embeddings.weight
