@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers import BASE, GEMMA, greedy_tokens, p_value, random_model, run_ranks, write_model
 from test_training import Letters, _train, check_alike, check_resumption, fresh, losses_of, retrain, trainee_like  # noqa: F401
 
-from extras.training import adapt, answers, choose, data, own_text, partials
+from extras.training import adapt, answers, choose, curves, data, own_text, partials
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.errors import InputError
@@ -269,3 +269,22 @@ def test_answers_are_the_naive_greedy_ones_and_compared_word_for_word(tiny, tmp_
     answers.main(["--checkpoint", str(tiny), *flags])
     assert "7 of 7 answers (100.0%) are the same for 4 tokens" in capfd.readouterr().err
     assert len({*map(tuple, answers.prompts(tokenizer, 200))}) == 200
+
+
+def test_curves_are_read_from_a_run_s_log_and_from_results_and_drawn(tmp_path):
+    log = [
+        {"step": i, "tokens": 100 * i, "train": 1.0} | ({"valid": 2.0, "kl": 1 / (i + 1)} if i % 2 else {})
+        for i in range(12)
+    ]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    lines = [{"what": "choose"}, {"name": "all", "log": log}, {"name": "short", "log": log[:9]}, {"log": log}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    points = [(100, 1 / 2), (300, 1 / 4), (500, 1 / 6), (700, 1 / 8), (900, 1 / 10), (1100, 1 / 12)]
+    assert curves.curves(tmp_path / "run" / "log.jsonl") == {str(tmp_path / "run"): points}
+    assert curves.curves(tmp_path / "x.jsonl") == {"all": points}
+    curves.main([str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "x.svg")])
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+    (tmp_path / "x.jsonl").write_text(json.dumps(lines[2]) + "\n")
+    with pytest.raises(InputError, match="no log has five validations"):
+        curves.main([str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "y.svg")])
