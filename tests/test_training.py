@@ -142,14 +142,14 @@ def test_the_loss_is_the_naive_one(monkeypatch):
     tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
     counts = torch.rand(2, 9, generator=generator) < 0.6
     batch = data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None)
-    loss, nats = adapt.losses(trainee_like(student), batch, trainee_like(teacher))
+    loss, nats = adapt.losses(trainee_like(student), batch, trainee_like(teacher), text_weight=0.3)
     plain, _ = adapt.losses(trainee_like(student), batch)
     with torch.no_grad():
         q, p = (net(tokens).log_softmax(-1) for net in (student, teacher))
     expected = cross = 0.0
     for b, s in counts.nonzero().tolist():
         ce = -q[b, s, targets[b, s]].item()
-        expected += (p[b, s].exp() * (p[b, s] - q[b, s])).sum().item() + 0.1 * ce
+        expected += (p[b, s].exp() * (p[b, s] - q[b, s])).sum().item() + 0.3 * ce
         cross += ce
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert nats.item() == pytest.approx(cross, rel=1e-5) and plain.item() == pytest.approx(cross, rel=1e-5)

@@ -126,11 +126,12 @@ def freeze(model, original, train):
             parameter.requires_grad_(False)
 
 
-def losses(model, batch, teacher=None, align=False):
+def losses(model, batch, teacher=None, align=False, text_weight=0.0):
     """Return (the loss to minimize, the cross-entropy), sums in nats over the tokens of a batch that count.
 
-    The loss is the cross-entropy or, with a teacher, the KL divergence from it + 0.1 cross-entropy. What lies below the
-    first sublayer that is trained is the teacher's. align: the loss is Trainee.forward's, and the cross-entropy 0.
+    The loss is the cross-entropy or, with a teacher, the KL divergence from it + text_weight * cross-entropy. What lies
+    below the first sublayer that is trained is the teacher's. align: the loss is Trainee.forward's, and the
+    cross-entropy 0.
     """
     known = ()
     with torch.no_grad():
@@ -146,7 +147,7 @@ def losses(model, batch, teacher=None, align=False):
         of_teacher = (teacher.logits, teacher_x[i]) if teacher else ()
         kl, ce = model.token_losses(model.logits, x[i], batch.targets[i], *of_teacher)
         divergence, nats = divergence + kl, nats + ce
-    return divergence + (0.1 * nats if teacher else nats), nats.detach()
+    return divergence + (text_weight * nats if teacher else nats), nats.detach()
 
 
 @torch.no_grad()
@@ -158,7 +159,7 @@ def validation_loss(model, windows, rows, world, teacher=None):
     kl = nats = tokens = 0.0
     for batch in windows.batches(range(windows.n), rows, world):
         loss, ce = losses(model, batch, teacher)
-        kl, nats = kl + (loss.item() - 0.1 * ce.item() if teacher else 0), nats + ce.item()
+        kl, nats = kl + (loss.item() if teacher else 0), nats + ce.item()
         tokens += batch.counts.sum().item()
     model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
     nats, kl, tokens = sharding.summed([nats, kl, tokens], world)
@@ -181,7 +182,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
     start, indices = time.perf_counter(), windows.indices((step - 1) * args.batch, args.batch)
     nats = total_loss = tokens = 0.0
     for batch in windows.batches(indices, args.micro_batch, world):
-        loss, ce = losses(model, batch, teacher, step <= args.align_steps)
+        loss, ce = losses(model, batch, teacher, step <= args.align_steps, args.text_weight)
         loss.backward()
         nats, total_loss, tokens = nats + ce.item(), total_loss + loss.item(), tokens + batch.counts.sum().item()
         progress.beat()
@@ -207,6 +208,11 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
     }  # fmt: skip
 
 
+def distance(line):
+    """Return what the weights of a validation are judged by: the divergence from the teacher, or else the loss."""
+    return line.get("kl", line["valid"])
+
+
 def train(model, teacher, windows, valid, run, args, world):
     """Train from the newest state of the run up to args.steps; return {"step", "valid"} of the best weights.
 
@@ -219,7 +225,7 @@ def train(model, teacher, windows, valid, run, args, world):
     first, is_rank_0 = sharding.restore(run, model, optimizer, world) + 1, world.rank == 0
     lines = runs.read_log(run, first - 1)
     valid_lines = [{"step": 0, "valid": math.inf}, *(line for line in lines if "valid" in line)]
-    best = min(valid_lines, key=lambda line: line["valid"])
+    best = min(valid_lines, key=distance)
     if is_rank_0:
         with outputs.new_file(run / "log.jsonl") as log:
             log.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -238,7 +244,7 @@ def train(model, teacher, windows, valid, run, args, world):
                 line["teacher"], _ = validation_loss(teacher, valid, args.micro_batch, world)
             line["valid"], kl = validation_loss(model, valid, args.micro_batch, world, teacher)
             line |= {"kl": kl} if teacher else {}
-            if line["valid"] < best["valid"]:
+            if distance(line) < distance(best):
                 best = line
                 sharding.write(run, step, model, checkpoint.DTYPES[args.dtype], world)
         if is_rank_0:
@@ -280,6 +286,8 @@ def parse(argv):
     g.add_argument("--train", choices=("all", "above", "outputs"), default="all", help=f"{words} the stream")
     words = "so many steps first pull each rewired sublayer to the original's, without the head (default: 0)"
     g.add_argument("--align-steps", type=number(int, 0), metavar="N", default=0, help=words)
+    words = "of the text's cross-entropy beside the KL divergence from the teacher (default: 0.1)"
+    g.add_argument("--text-weight", type=number(float, 0), metavar="X", default=0.1, help=words)
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="S", help="of all that is random")
     g.add_argument("--dtype", choices=checkpoint.DTYPES, default="bfloat16", help="of the written weights")
     g.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
