@@ -280,6 +280,17 @@ def test_a_teacher_s_own_loss_is_the_first_that_is_printed(retrain, tmp_path, ca
     assert f"step 0: {words} nats" in capfd.readouterr().out and "kl" not in own
 
 
+def test_updates_smaller_than_a_step_of_bfloat16_count_on_average():
+    x = torch.cat([torch.randn(100_000).bfloat16().float(), torch.tensor([0.0, 0.5, -0.25, 1.0])])
+    moved = sharding.dithered(x, 3)
+    assert torch.equal(moved.bfloat16().float(), x) and (moved != x).float().mean() > 0.98
+    assert torch.equal(sharding.dithered(x, 3), moved) and not torch.equal(sharding.dithered(x, 4), moved)
+    update = 1e-4 * x.abs()  # a fortieth to an eightieth of a step
+    assert torch.equal((x + update).bfloat16().float(), x)
+    change = ((moved + update).bfloat16().float() - x).double()
+    assert change.sum().item() == pytest.approx(update.double().sum().item(), rel=0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:FSDP2")
 @pytest.mark.parametrize("how", ["distilled", "fresh", "plain", "mixture"])

@@ -104,7 +104,7 @@ def build(config, weights, world, args, is_teacher=False):
     for module in sublayers:
         module.forward = wrapped(module.forward)
     sharding.shard(model, sublayers, world, dtype)
-    sharding.fill(model, weights, args.seed)
+    sharding.fill(model, weights, args.seed, dither=dtype == torch.bfloat16 and not is_teacher)
     return model
 
 
