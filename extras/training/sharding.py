@@ -58,7 +58,7 @@ def dithered(x, seed):
     Training in bfloat16 begins with the same weights so, but an update of a tenth of a step of bfloat16 then changes a
     tenth of the weights by a step. Without this it changes none: what a small learning rate learns has no effect.
     """
-    step = torch.ldexp(torch.ones(()), torch.frexp(x)[1] - 8)
+    step = torch.exp2(torch.frexp(x)[1] - 8.0)
     moved = x + (torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) - 0.5) * step
     return torch.where(moved.bfloat16() == x, moved, x)
 
