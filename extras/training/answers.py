@@ -5,6 +5,8 @@ python -m extras.training.answers --checkpoint DIR --compare ORIGINAL
 The prompts are made of nouns and templates. A chat template, if the checkpoint has one, makes a user's turn of each.
 """
 
+import os
+
 import ladder.openmp  # noqa: F401 (before torch loads)
 
 import torch
@@ -15,7 +17,7 @@ from ladder.checkpoints import checkpoint
 from ladder.checkpoints.compare import check_vocabulary
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
-from ladder.command_line.flags import number
+from ladder.command_line.flags import count
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
 from ladder.ranks import launch
@@ -34,15 +36,14 @@ TEMPLATES = (
 
 
 def prompts(tokenizer, n):
-    """Return n prompts as ids, those of one noun after those of another. They repeat after 200."""
+    """Return n prompts as ids, spread over the nouns; they repeat after 200."""
     texts = [template.format(noun) for noun in NOUNS for template in TEMPLATES]
-    texts = [texts[i * len(texts) // n] for i in range(n)]  # spread over the nouns
-    if not tokenizer.template:
-        return [tokenizer.encode(text) for text in texts]
-    return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    encode = tokenizer.encode
+    if tokenizer.template:
+        encode = lambda text: tokenizer.chat([{"role": "user", "content": text}])  # noqa: E731
+    return [encode(texts[i * len(texts) // n]) for i in range(n)]
 
 
-@torch.inference_mode()
 def answers(model, prompts, n):
     """Return the ids of each prompt's greedy answer, at most n, end-of-sequence included."""
     result = []
@@ -55,40 +56,31 @@ def answers(model, prompts, n):
     return result
 
 
-def same_tokens(one, other):
-    """Return how many tokens two answers have in common from the first on."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
 def main(argv=None):
-    p, from_one = flags.Parser(__doc__), number(int, 1)
+    p = flags.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the model, in its own wiring")
     p.add_argument("--compare", required=True, metavar="DIR", help="the model whose answers are right")
-    p.add_argument("--prompts", type=from_one, default=200, metavar="N", help="how many prompts (default: 200)")
-    p.add_argument("--tokens", type=from_one, default=20, metavar="N", help="of an answer, at most (default: 20)")
+    p.add_argument("--prompts", type=count, default=200, metavar="N", help="how many prompts (default: 200)")
+    p.add_argument("--tokens", type=count, default=20, metavar="N", help="of an answer, at most (default: 20)")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, default="float32", help="default: float32, of few ties")
     flags.add_rank_flags(p)
     flags.add_json_flag(p, "the line")
     args = p.parse_args(argv)
-    world = launch.join(args.device, vars(args))
+    world, folders = launch.join(args.device, vars(args)), (args.checkpoint, args.compare)
     with world.together():
-        configs = [checkpoint.read_config(folder) for folder in (args.checkpoint, args.compare)]
+        configs = [checkpoint.read_config(folder) for folder in folders]
         tokenizer = load_tokenizer(args.checkpoint, configs[0].vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")
         check_vocabulary(configs[0], args.checkpoint, configs[1], args.compare, f"--compare {args.compare}")
-        rows = prompts(tokenizer, args.prompts)
-    mine, theirs = (
-        answers(generate.load_model(config, folder, args.dtype, world), rows, args.tokens)
-        for config, folder in zip(configs, (args.checkpoint, args.compare), strict=True)
-    )
-    alike = sum(a == b for a, b in zip(mine, theirs, strict=True))
-    mean = sum(map(same_tokens, mine, theirs)) / len(rows)
+    models = (generate.load_model(*pair, args.dtype, world) for pair in zip(configs, folders, strict=True))
+    rows = prompts(tokenizer, args.prompts)
+    pairs = [*zip(*(answers(model, rows, args.tokens) for model in models), strict=True)]
+    alike = sum(a == b for a, b in pairs)
+    mean = sum(len(os.path.commonprefix(pair)) for pair in pairs) / len(rows)
     line = {
         "what": "answers", "wiring": configs[0].wiring, "prompts": len(rows), "tokens": args.tokens, "alike": alike,
-        "mean_same_tokens": mean, "dtype": args.dtype, "torch": torch.__version__,
-        "commit": benchmarking.git_commit(),
+        "mean_same_tokens": mean, "dtype": args.dtype, "torch": torch.__version__, "commit": benchmarking.git_commit(),
     }  # fmt: skip
     if world.rank == 0 and args.json:
         outputs.append_line(args.json, line)
