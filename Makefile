@@ -68,7 +68,7 @@ MODEL ?= checkpoints/smollm2-float
 gpu-adapt: SHELL := bash
 gpu-adapt: OUT ?= checkpoints/gpu-adapt
 gpu-adapt: LAYERS ?= 16
-gpu-adapt: SIZES ?= --compile --seq-len 1024 --batch 16 --steps 1200 --eval-every 100 --valid-tokens 50000 --lr 1e-4
+gpu-adapt: SIZES ?= --compile --seq-len 1024 --batch 16 --steps 1200 --eval-every 100 --valid-tokens 50000 --lr 3e-4
 gpu-adapt: BUDGET ?= 530
 gpu-adapt: $(MODEL)/config.json
 	@test -s "$(TEXT)" -a -s "$(VALID)" || { echo "gpu-adapt: give TEXT=FILE to train on and VALID=FILE"; exit 2; }
