@@ -4,7 +4,7 @@ export OMP_NUM_THREADS ?= 1
 # a thread that waits spins for microseconds, then sleeps: spinning on, it holds up the others on a busy machine
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo smollm2 serve test test-all gpu size lint clean
+.PHONY: demo smollm2 serve test test-all gpu gpu-adapt size lint clean
 
 demo: .venv/requirements.txt
 	.venv/bin/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node=2 generate.py --checkpoint demo \
@@ -27,6 +27,9 @@ smollm2: checkpoints/smollm2/config.json
 
 checkpoints/smollm2/config.json: | $(GGUF)
 	.venv/bin/python convert_hf_checkpoint.py $(GGUF) --out checkpoints/smollm2
+
+checkpoints/smollm2-float/config.json: | $(GGUF)
+	.venv/bin/python convert_hf_checkpoint.py $(GGUF) --to-float --out checkpoints/smollm2-float
 
 $(GGUF): | .venv/requirements.txt
 	rm -rf $@.tmp && mkdir -p $@.tmp
@@ -58,6 +61,32 @@ gpu:
 		echo "tests were cut off after 170 or 150 s: those not named as failed passed or did not start"; \
 	$(PYTHON) -m benchmarks.gpu --seconds $$((530 - SECONDS)) --json $(GPU_RESULTS)/gpu.jsonl \
 		--traces $(GPU_RESULTS)/gpu-traces && exit $$((failed + one))
+
+# for a machine with a GPU, within nine minutes: 16 chosen layers of a model, then all, retrained as ladders and compared
+# make gpu-adapt TEXT=train.txt VALID=valid.txt; the same command goes on with what had no time left
+MODEL ?= checkpoints/smollm2-float
+gpu-adapt: SHELL := bash
+gpu-adapt: OUT ?= checkpoints/gpu-adapt
+gpu-adapt: LAYERS ?= 16
+gpu-adapt: SIZES ?= --compile --seq-len 1024 --batch 16 --steps 1200 --eval-every 100 --valid-tokens 50000 --lr 3e-4
+gpu-adapt: BUDGET ?= 530
+gpu-adapt: $(MODEL)/config.json
+	@test -s "$(TEXT)" -a -s "$(VALID)" || { echo "gpu-adapt: give TEXT=FILE to train on and VALID=FILE"; exit 2; }
+	@mkdir -p $(OUT); cd $(OUT) && out=$$PWD && cd - > /dev/null; \
+	[ -s $$out/choose.txt ] || { timeout -s INT 90 $(PYTHON) -m extras.training.choose --checkpoint $(MODEL) \
+		--text $(TEXT) --layers $(LAYERS) --plot $$out/choose.png > $$out/choose.tmp && \
+		mv $$out/choose.tmp $$out/choose.txt; } || exit; \
+	for name in chosen all; do \
+		left=2; wiring=$$(tail -n 1 $$out/choose.txt); [ $$name = chosen ] || { left=1; wiring=--ladder; }; \
+		[ -d $$out/$$name ] || timeout -s INT -k 10 $$((($(BUDGET) - SECONDS) / left - 50)) $(PYTHON) adapt.py --checkpoint $(MODEL) \
+			$$wiring --text $(TEXT) --valid $(VALID) --out $$out/$$name --compute-dtype bfloat16 $(SIZES); \
+		model=$$out/$$name; [ -d $$model ] || model=$$(echo $$model.run/best-*); \
+		tail -n 1 $$out/$$name*/log.jsonl; \
+		timeout 25 $(PYTHON) eval.py --checkpoint $$model --compare $(MODEL) --text $(VALID) --max-tokens 20000 \
+			--json $$out/results.jsonl; \
+		timeout 25 $(PYTHON) -m extras.training.answers --checkpoint $$model --compare $(MODEL) \
+			--json $$out/results.jsonl; \
+	done; $(PYTHON) -m extras.training.curves $$out/*/log.jsonl --plot $$out/curves.png
 
 # lines, words and flags, as a table
 size: .venv/requirements.txt

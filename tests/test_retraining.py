@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, GEMMA, p_value, random_model, run_ranks, write_model
+import torch.nn.functional as F
+from helpers import BASE, GEMMA, greedy_tokens, p_value, random_model, run_ranks, write_model
 from test_training import Letters, _train, check_alike, check_resumption, fresh, losses_of, retrain, trainee_like  # noqa: F401
 
-from extras.training import adapt, choose, data, own_text, partials
+from extras.training import adapt, answers, choose, curves, data, own_text, partials
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.errors import InputError
@@ -143,6 +145,17 @@ def test_alignment_pulls_each_sublayer_to_the_teacher_s_given_what_it_would_read
     assert got and all(torch.allclose(g, student.get_parameter(n).grad, rtol=1e-4, atol=1e-6) for n, g in got.items())
 
 
+def test_a_validation_has_the_divergence_from_the_teacher(lone):
+    batch, student, teacher = batch_and_models("above")
+    windows, student.reshard, teacher.reshard = SimpleNamespace(n=2, batches=lambda *_: [batch, batch]), int, int
+    nats, kl = adapt.validation_loss(student, windows, 2, lone, teacher)
+    with torch.no_grad():
+        q, p = (model.logits(model(batch))[batch.counts].log_softmax(-1) for model in (student, teacher))
+    assert kl == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4) and kl > 0.01
+    assert nats == pytest.approx(F.nll_loss(q, batch.targets[batch.counts]).item(), rel=1e-4)
+    assert adapt.validation_loss(teacher, windows, 2, lone)[1] == 0
+
+
 HOW = ["--train", "above", "--align-steps", "3"]
 
 
@@ -234,3 +247,44 @@ def test_two_ranks_write_and_train_alike(retrain, tmp_path, monkeypatch):  # noq
     for more, message in ("--plain", "takes a teacher"), ("--seq-len 1", "no longer than the 1 tokens"):
         with pytest.raises(InputError, match=message):
             adapt.main([*retrain, "--own-text", "9", *more.split(), "--out", str(tmp_path / "out3")])
+
+
+# Answers
+
+
+def test_answers_are_the_naive_greedy_ones_and_compared_word_for_word(tiny, tmp_path, capfd):
+    config, tokenizer = checkpoint.read_config(tiny), load_tokenizer(tiny)
+    (tmp_path / "other").mkdir()
+    write_model(tmp_path / "other", rewired(config, "ladder:1"), random_model(config).state_dict(), torch.float32)
+    writing.copy_tokenizer(tiny, tmp_path / "other")
+    flags = ["--compare", str(tiny), "--prompts", "7", "--tokens", "4", "--json", str(tmp_path / "x.jsonl")]
+    answers.main(["--checkpoint", str(tmp_path / "other"), *flags])
+    line = json.loads((tmp_path / "x.jsonl").read_text())
+    mine, theirs = (
+        [[*greedy_tokens(random_model(c), ids, 4, 2), 2][:4] for ids in answers.prompts(tokenizer, 7)]
+        for c in (rewired(config, "ladder:1"), config)
+    )
+    first = [next((i for i in range(4) if a[i] != b[i]), 4) for a, b in zip(mine, theirs, strict=True)]
+    assert line["alike"] == sum(n == 4 for n in first) < 7 and line["mean_same_tokens"] == sum(first) / 7 > 0
+    answers.main(["--checkpoint", str(tiny), *flags])
+    assert "7 of 7 answers (100.0%) are the same for 4 tokens" in capfd.readouterr().err
+    assert len({*map(tuple, answers.prompts(tokenizer, 200))}) == 200
+
+
+def test_curves_are_read_from_a_run_s_log_and_from_results_and_drawn(tmp_path):
+    log = [
+        {"step": i, "tokens": 100 * i, "train": 1.0} | ({"valid": 2.0, "kl": 1 / (i + 1)} if i % 2 else {})
+        for i in range(12)
+    ]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    lines = [{"what": "choose"}, {"name": "all", "log": log}, {"name": "short", "log": log[:9]}, {"log": log}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    points = [(100, 1 / 2), (300, 1 / 4), (500, 1 / 6), (700, 1 / 8), (900, 1 / 10), (1100, 1 / 12)]
+    assert curves.curves(tmp_path / "run" / "log.jsonl") == {str(tmp_path / "run"): points}
+    assert curves.curves(tmp_path / "x.jsonl") == {"all": points}
+    curves.main([str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "x.svg")])
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+    (tmp_path / "x.jsonl").write_text(json.dumps(lines[2]) + "\n")
+    with pytest.raises(InputError, match="no log has five validations"):
+        curves.main([str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "y.svg")])

@@ -143,14 +143,14 @@ def test_the_loss_is_the_naive_one(monkeypatch):
     tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
     counts = torch.rand(2, 9, generator=generator) < 0.6
     batch = data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None)
-    loss, nats = adapt.losses(trainee_like(student), batch, trainee_like(teacher))
+    loss, nats = adapt.losses(trainee_like(student), batch, trainee_like(teacher), text_weight=0.3)
     plain, _ = adapt.losses(trainee_like(student), batch)
     with torch.no_grad():
         q, p = (net(tokens).log_softmax(-1) for net in (student, teacher))
     expected = cross = 0.0
     for b, s in counts.nonzero().tolist():
         ce = -q[b, s, targets[b, s]].item()
-        expected += (p[b, s].exp() * (p[b, s] - q[b, s])).sum().item() + 0.1 * ce
+        expected += (p[b, s].exp() * (p[b, s] - q[b, s])).sum().item() + 0.3 * ce
         cross += ce
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert nats.item() == pytest.approx(cross, rel=1e-5) and plain.item() == pytest.approx(cross, rel=1e-5)
@@ -281,7 +281,8 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fres
 
     def validation_loss(model, *args):
         weights.append({name: p.full_tensor().clone() for name, p in model.named_parameters()})
-        return measure(model, *args) + 9 * (len(weights) == 3)  # so the second one is the lowest
+        nats, kl = measure(model, *args)
+        return nats + 9 * (len(weights) == 3), kl  # so the second one is the lowest
 
     monkeypatch.setattr(adapt, "validation_loss", validation_loss)
     adapt.main([*fresh, "--ladder"])
@@ -309,7 +310,19 @@ def test_a_teacher_s_own_loss_is_the_first_that_is_printed(retrain, tmp_path, ca
     adapt.main([*flags, "--wiring", "standard", "--out", str(tmp_path / "out2")])
     first, own = losses_of(tmp_path / "out")[0], losses_of(tmp_path / "out2")[0]
     assert first["teacher"] == pytest.approx(own["valid"]) and first["valid"] != own["valid"] and "teacher" not in own
-    assert f"step 0: teacher {first['teacher']:.4f}, valid {first['valid']:.4f} nats" in capfd.readouterr().out
+    words = ", ".join(f"{name} {first[name]:.4f}" for name in ("teacher", "valid", "kl"))
+    assert f"step 0: {words} nats" in capfd.readouterr().out and "kl" not in own
+
+
+def test_updates_smaller_than_a_step_of_bfloat16_count_on_average():
+    x = torch.cat([torch.randn(100_000).bfloat16().float(), torch.tensor([0.0, 0.5, -0.25, 1.0])])
+    moved = sharding.dithered(x, 3)
+    assert torch.equal(moved.bfloat16().float(), x) and (moved != x).float().mean() > 0.98
+    assert torch.equal(sharding.dithered(x, 3), moved) and not torch.equal(sharding.dithered(x, 4), moved)
+    update = 1e-4 * x.abs()  # a fortieth to an eightieth of a step
+    assert torch.equal((x + update).bfloat16().float(), x)
+    change = ((moved + update).bfloat16().float() - x).double()
+    assert change.sum().item() == pytest.approx(update.double().sum().item(), rel=0.1)
 
 
 @pytest.mark.slow

@@ -59,3 +59,16 @@ def draw_losses(path, title, original, curves):
         axis.plot(range(len(points) + 1), [original, *(nats for _, nats in points)], label=name, marker=marker)
     axis.set(xlabel="layers rewired", ylabel="nats per token")
     save(figure, path, title)
+
+
+def draw_curves(path, title, curves):
+    """Draw {name: [(tokens, KL)]} on two logarithmic axes into a .png or .svg file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    for (name, points), marker in zip(curves.items(), itertools.cycle(MARKERS), strict=False):
+        axis.plot(*zip(*points, strict=True), label=name, marker=marker, markersize=4)
+    axis.set_xscale("symlog", linthresh=1000)  # the first validation is at 0 tokens
+    axis.set(xlabel="tokens of retraining", ylabel="KL divergence, nats per token", yscale="log")
+    save(figure, path, title)

@@ -26,6 +26,7 @@ from ladder.command_line.flags import count, number
 from ladder.errors import InputError
 from ladder.layers import experts
 from ladder.layers.attention_inputs import attention_metadata
+from ladder.memory import keep_freed_memory
 from ladder.progress import progress
 from ladder.ranks import launch
 from ladder.scoring import SEPARATOR
@@ -103,7 +104,7 @@ def build(config, weights, world, args, is_teacher=False):
     for module in sublayers:
         module.forward = wrapped(module.forward)
     sharding.shard(model, sublayers, world, dtype)
-    sharding.fill(model, weights, args.seed)
+    sharding.fill(model, weights, args.seed, dither=dtype == torch.bfloat16 and not is_teacher)
     return model
 
 
@@ -126,11 +127,12 @@ def freeze(model, original, train):
             parameter.requires_grad_(False)
 
 
-def losses(model, batch, teacher=None, align=False):
+def losses(model, batch, teacher=None, align=False, text_weight=0.0):
     """Return (the loss to minimize, the cross-entropy), sums in nats over the tokens of a batch that count.
 
-    The loss is the cross-entropy or, with a teacher, the KL divergence from it + 0.1 cross-entropy. What lies below the
-    first sublayer that is trained is the teacher's. align: the loss is Trainee.forward's, and the cross-entropy 0.
+    The loss is the cross-entropy or, with a teacher, the KL divergence from it + text_weight * cross-entropy. What lies
+    below the first sublayer that is trained is the teacher's. align: the loss is Trainee.forward's, and the
+    cross-entropy 0.
     """
     known = ()
     with torch.no_grad():
@@ -146,18 +148,23 @@ def losses(model, batch, teacher=None, align=False):
         of_teacher = (teacher.logits, teacher_x[i]) if teacher else ()
         kl, ce = model.token_losses(model.logits, x[i], batch.targets[i], *of_teacher)
         divergence, nats = divergence + kl, nats + ce
-    return divergence + (0.1 * nats if teacher else nats), nats.detach()
+    return divergence + (text_weight * nats if teacher else nats), nats.detach()
 
 
 @torch.no_grad()
-def validation_loss(model, windows, rows, world):
-    """Return nats per token over all windows, `rows` at a time on each rank."""
-    nats = tokens = 0.0
+def validation_loss(model, windows, rows, world, teacher=None):
+    """Return (the cross-entropy, the KL divergence from a teacher or else 0), in nats per token over all windows.
+
+    rows: windows at a time on each rank.
+    """
+    kl = nats = tokens = 0.0
     for batch in windows.batches(range(windows.n), rows, world):
-        nats, tokens = nats + losses(model, batch)[1].item(), tokens + batch.counts.sum().item()
+        loss, ce = losses(model, batch, teacher)
+        kl, nats = kl + (loss.item() if teacher else 0), nats + ce.item()
+        tokens += batch.counts.sum().item()
     model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
-    nats, tokens = sharding.summed([nats, tokens], world)
-    return nats / max(tokens, 1)
+    nats, kl, tokens = sharding.summed([nats, kl, tokens], world)
+    return nats / max(tokens, 1), kl / max(tokens, 1)
 
 
 def learning_rate(step, args):
@@ -176,7 +183,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
     start, indices = time.perf_counter(), windows.indices((step - 1) * args.batch, args.batch)
     nats = total_loss = tokens = 0.0
     for batch in windows.batches(indices, args.micro_batch, world):
-        loss, ce = losses(model, batch, teacher, step <= args.align_steps)
+        loss, ce = losses(model, batch, teacher, step <= args.align_steps, args.text_weight)
         loss.backward()
         nats, total_loss, tokens = nats + ce.item(), total_loss + loss.item(), tokens + batch.counts.sum().item()
         progress.beat()
@@ -202,6 +209,11 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
     }  # fmt: skip
 
 
+def distance(line):
+    """Return what the weights of a validation are judged by: the divergence from the teacher, or else the loss."""
+    return line.get("kl", line["valid"])
+
+
 def train(model, teacher, windows, valid, run, args, world):
     """Train from the newest state of the run up to args.steps; return {"step", "valid"} of the best weights.
 
@@ -214,7 +226,7 @@ def train(model, teacher, windows, valid, run, args, world):
     first, is_rank_0 = sharding.restore(run, model, optimizer, world) + 1, world.rank == 0
     lines = runs.read_log(run, first - 1)
     valid_lines = [{"step": 0, "valid": math.inf}, *(line for line in lines if "valid" in line)]
-    best = min(valid_lines, key=lambda line: line["valid"])
+    best = min(valid_lines, key=distance)
     if is_rank_0:
         with outputs.new_file(run / "log.jsonl") as log:
             log.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -230,15 +242,18 @@ def train(model, teacher, windows, valid, run, args, world):
         if validates:
             progress.at("validation", timed=False)
             if teacher and not step:  # with which the student's losses are compared
-                line["teacher"] = validation_loss(teacher, valid, args.micro_batch, world)
-            line["valid"] = validation_loss(model, valid, args.micro_batch, world)
-            if line["valid"] < best["valid"]:
+                line["teacher"], _ = validation_loss(teacher, valid, args.micro_batch, world)
+            line["valid"], kl = validation_loss(model, valid, args.micro_batch, world, teacher)
+            line |= {"kl": kl} if teacher else {}
+            if distance(line) < distance(best):
                 best = line
                 sharding.write(run, step, model, checkpoint.DTYPES[args.dtype], world)
         if is_rank_0:
             outputs.append_line(run / "log.jsonl", line)
             if validates:
-                nats = ", ".join(f"{name} {line[name]:.4f}" for name in ("train", "teacher", "valid") if name in line)
+                nats = ", ".join(
+                    f"{name} {line[name]:.4f}" for name in ("train", "teacher", "valid", "kl") if name in line
+                )
                 bar.write(f"step {step}: {nats} nats per token")
         if validates:
             sharding.save(run, step, best["step"], model, optimizer, world)
@@ -272,6 +287,8 @@ def parse(argv):
     g.add_argument("--train", choices=("all", "above", "outputs"), default="all", help=f"{words} the stream")
     words = "so many steps first pull each rewired sublayer to the original's, without the head (default: 0)"
     g.add_argument("--align-steps", type=number(int, 0), metavar="N", default=0, help=words)
+    words = "of the text's cross-entropy beside the KL divergence from the teacher (default: 0.1)"
+    g.add_argument("--text-weight", type=number(float, 0), metavar="X", default=0.1, help=words)
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="S", help="of all that is random")
     g.add_argument("--dtype", choices=checkpoint.DTYPES, default="bfloat16", help="of the written weights")
     g.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
@@ -288,6 +305,8 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
+    if world.device.type == "cpu":
+        keep_freed_memory()
     out = Path(os.path.realpath(args.out))
     run = Path(f"{out}.run")
     with world.together():

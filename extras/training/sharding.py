@@ -35,17 +35,33 @@ def shard(model, sublayers, world, dtype):
 
 
 @torch.no_grad()
-def fill(model, weights, seed=0):
-    """Fill each rank's shards from a checkpoint.Weights, or with fresh weights if it is None. Raises InputError."""
+def fill(model, weights, seed=0, dither=False):
+    """Fill each rank's shards from a checkpoint.Weights, or with fresh weights if it is None. Raises InputError.
+
+    dither: see dithered; fresh weights need none.
+    """
     for i, (name, parameter) in enumerate(model.named_parameters()):
         if weights:
             checkpoint.check_shape(weights, name, parameter.shape)
         whole = weights.read(name) if weights else fresh(name, parameter.shape, seed * 1_000_003 + i)
+        if weights and dither:
+            whole = dithered(whole.float(), seed * 1_000_003 + i)
         rows = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
         parameter.to_local().copy_(rows)
         if not rows.isfinite().all():
             raise InputError(f"tensor {name} holds NaN or infinite values")
         progress.beat()
+
+
+def dithered(x, seed):
+    """Return x, each number of bfloat16 moved at random within what bfloat16 rounds to it.
+
+    Training in bfloat16 begins with the same weights so, but an update of a tenth of a step of bfloat16 then changes a
+    tenth of the weights by a step. Without this it changes none: what a small learning rate learns has no effect.
+    """
+    step = torch.exp2(torch.frexp(x)[1] - 8.0)
+    moved = x + (torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) - 0.5) * step
+    return torch.where(moved.bfloat16() == x, moved, x)
 
 
 def fresh(name, shape, seed):
