@@ -80,7 +80,7 @@ gpu-adapt: $(MODEL)/config.json
 		left=2; wiring=$$(tail -n 1 $$out/choose.txt); [ $$name = chosen ] || { left=1; wiring=--ladder; }; \
 		[ -d $$out/$$name ] || timeout -s INT -k 10 $$((($(BUDGET) - SECONDS) / left - 50)) $(PYTHON) adapt.py --checkpoint $(MODEL) \
 			$$wiring --text $(TEXT) --valid $(VALID) --out $$out/$$name --compute-dtype bfloat16 $(SIZES); \
-		model=$$out/$$name; [ -d $$model ] || model=$$(echo $$model.run/best-*); \
+		model=$$out/$$name; [ -d $$model ] || model=$$(ls -d $$model.run/best-* | sort -V | tail -n 1); \
 		tail -n 1 $$out/$$name*/log.jsonl; \
 		timeout 25 $(PYTHON) eval.py --checkpoint $$model --compare $(MODEL) --text $(VALID) --max-tokens 20000 \
 			--json $$out/results.jsonl; \

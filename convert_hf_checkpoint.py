@@ -34,7 +34,9 @@ from ladder.ranks import launch
 from ladder.ranks.ending import out_of_memory
 from model import build
 
-QUANTIZED = "tok_embeddings", "wqkv", "wqkvz", "wo", "wout", "w1", "w3", "w2", "output"  # what int4 and fp8 are of
+QUANTIZED = (  # what int4 and fp8 are of
+    "tok_embeddings", "wqkv", "wqkvz", "wq", "wq_a", "wq_b", "wkv_a", "wgate", "wo", "wout", "w1", "w3", "w2", "output",
+)  # fmt: skip
 
 
 def open_source(source, revision=None, with_tokenizer=True):

@@ -381,13 +381,15 @@ def attend(q, k, v, mask, positions, window, score_cap, sinks=None):
     """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
 
     mask: (B, S, T'), T' <= T; only the first T' slots are read. positions (B, S), of q, and window: for other kernels
-    in this one's place, which take no mask. sinks (K * G), without a score_cap: each query head's score of a key more.
+    in this one's place, which take no mask. sinks (K * G), without a score_cap: each head's score of an extra key.
     """
     # The G query heads of a KV head become one head of G * S queries, so that no key is ever copied.
     B, _, G, S, H = q.shape
     mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
     k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
-    if sinks is not None:  # a dimension more, in which only that key is not 0, makes its score the sink for any query
+    if sinks is not None:
+        # In one more dimension all keys but the extra one are 0, so that its score is the sink, whatever the query is.
+        # PyTorch's kernels want multiples of 8 dimensions.
         k, v, mask = F.pad(k, (0, 8, 0, 1)), F.pad(v, (0, 8, 0, 1)), F.pad(mask, (0, 1), value=True)
         k[:, :, -1, H] = H**0.5
         sinks = sinks.view(q.shape[1], G, 1, 1).expand(*q.shape[:4], 1)

@@ -30,6 +30,7 @@ from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import make_cache, pad
 from ladder.errors import InputError
+from ladder.layers.latent_attention import HF_KEYS
 from ladder.memory import step_bytes
 from ladder.ranks import launch
 from ladder.ranks.world import World
@@ -64,7 +65,7 @@ def ours(config, kind, args):
 
 def gguf_of_latents(c):
     """Return what `deepseek2` names ({value: number}, {tensor of an attention: shape}, {tensor of experts: shape})."""
-    Q, L, X, R, Y = c.latent_attention.values()
+    Q, L, X, R, Y = (c.latent_attention[name] for name in HF_KEYS)
     E, N, size, shared = c.n_experts, c.n_heads, c.expert_size, c.shared_expert_size
     values = {
         "head_count_kv": 1, "rope_dimension_count": R, "q_lora_rank": Q, "kv_lora_rank": L,
@@ -213,7 +214,7 @@ def measure(args):
         if config.latent_attention and llama_cpp in map(ENGINES.get, args.engines):
             # llama.cpp takes a model without latents of queries only if it has 26 or 27 layers
             latents = {**config.latent_attention, "query_rank": QUERY_RANK}
-            config = dataclasses.replace(config, latent_attention=latents)
+            name, config = f"{name} with query_rank {QUERY_RANK}", dataclasses.replace(config, latent_attention=latents)
     engines = {name: ENGINES[name](config, name.partition(":")[2], args) for name in args.engines}
     made = {**environment(WORLD), "model": name, "rounds": args.rounds}
     for kind, n in [("decode", batch) for batch in args.decode] + [("prefill", tokens) for tokens in args.prefill]:

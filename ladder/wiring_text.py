@@ -19,8 +19,9 @@ def parse_wiring(text, find_wiring):
     """Return the Parsed of a text such as ladder, ladder:16, ladder:0,1, ladder:4-7, delayed-2/8 or desync:4.
 
     NAME:N wires the last N layers, NAME:I,J,... those layers, counted from 0 (one alone is "3,"), and NAME:I-J layers I
-    to J; the others are standard. desync:N keeps every N-th all-reduce. NAME-K reads the stream K sublayers stale. /L
-    names the number of lanes, by default that of the ranks. find_wiring: model.find_wiring. Raises InputError.
+    to J; the others are standard or, with farskip, not stale. desync:N keeps every N-th all-reduce. NAME-K reads the
+    stream K sublayers stale. /L names the number of lanes, by default that of the ranks. find_wiring:
+    model.find_wiring. Raises InputError.
     """
     match = re.fullmatch(r"([\w-]*[A-Za-z_])(?:-(\d{1,4}))?(?::([\d,-]+))?(?:/(\d{1,4}))?", text, re.ASCII)
     name, stale, parameter, lanes = match.groups() if match else (re.split("[:/]", text)[0], *3 * [None])

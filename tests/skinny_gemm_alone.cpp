@@ -92,18 +92,20 @@ void check_integers(int64_t K, int64_t size, bool half = false) {
   }
 }
 
+// The values are the first V numbers of rows of H. sink: the score of one more key, if not 0.
 template <int M>
-void check_attention(int64_t length, int64_t H) {
+void check_attention(int64_t length, int64_t H, int64_t V, float sink = 0) {
   const auto q = numbers(M * H), keys = numbers(length * H), values = numbers(length * H);
-  std::vector<float> y(M * H), weights(M * length + kLanes);
-  attend<M>(q.data(), keys.data(), values.data(), y.data(), weights.data(), length, H, H, H, 1 / std::sqrt(float(H)));
-  for (int64_t i = 0; i < M * H; i++) {
-    double sum = 0, weighted = 0;
+  std::vector<float> y(M * V), weights(M * length + kLanes), sinks(M, sink);
+  const float* given = sink ? sinks.data() : nullptr;
+  attend<M>(q.data(), keys.data(), values.data(), y.data(), weights.data(), length, H, V, H, 1 / std::sqrt(float(H)), given);
+  for (int64_t i = 0; i < M * V; i++) {
+    double sum = sink ? std::exp(sink) : 0, weighted = 0;
     for (int64_t t = 0; t < length; t++) {
       double score = 0;
-      for (int64_t h = 0; h < H; h++) score += value(q[i / H * H + h]) * value(keys[t * H + h]);
+      for (int64_t h = 0; h < H; h++) score += value(q[i / V * H + h]) * value(keys[t * H + h]);
       sum += std::exp(score / std::sqrt(H));
-      weighted += std::exp(score / std::sqrt(H)) * value(values[t * H + i % H]);
+      weighted += std::exp(score / std::sqrt(H)) * value(values[t * H + i % V]);
     }
     check("attention", M, length, y[i], weighted / sum, 1e-5);
   }
@@ -125,5 +127,8 @@ void check_rows_int(std::integer_sequence<int, M...>) {
 int main() {
   check_rows(std::make_integer_sequence<int, kMost>());
   check_rows_int(std::make_integer_sequence<int, kMostInt>());
-  for (int64_t length : {1, 7, 70}) check_attention<1>(length, 64), check_attention<2>(length, 192), check_attention<4>(length, 64);
+  for (int64_t length : {1, 7, 70}) {
+    check_attention<1>(length, 64, 64), check_attention<2>(length, 192, 192), check_attention<4>(length, 64, 64, 2);
+    check_attention<1>(length, 160, 128), check_attention<2>(length, 96, 64, -1), check_attention<4>(length, 544, 512);
+  }
 }

@@ -246,7 +246,8 @@ def test_copies_of_a_mixture_stand_beside_the_shared_out_model(capsys):
     """Two rows: on two copies a step reads the whole model for one row; shared out, half of it for two, and sums."""
     advise.main(shlex.split("--model 30b-a3b --tp 2 --bandwidth-gbs 1000 --link 41us+1000gbps --wirings ladder"))
     said = re.search(
-        r"2 rows on 2 whole copies, 1 each: ([\d.]+) ms \(([\d,]+) tokens/s\); shared out: (.*)\n",
+        r"2 rows on 2 whole copies of 61.1 GB, 1 each: ([\d.]+) ms \(([\d,]+) tokens/s\); "
+        r"shared out, 30.9 GB each: (.*)\n",
         capsys.readouterr().out,
     )
     config = SIZES["30b-a3b"]

@@ -139,6 +139,11 @@ INT4, IDS = packed(1, 2, 5), zeros(3, 2, dtype=torch.int64)  # 16 rows of 64 col
 Q, CACHE, EXPERT = zeros(3, 2, 1, 1, 64), zeros(3, 2, 9, 64), zeros(4, 8, 8)
 ROPE, X, WQKV, WO = torch.zeros(3, 1, 1, 1, 32), zeros(3, 1, 8), zeros(384, 8), zeros(8, 128)
 STEP = 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9  # the last arguments of attention_step, which fit
+HALF = ROPE[..., :16]
+LATENT = (  # arguments of latent_attention, which fit
+    zeros(3, 1, 96), zeros(3, 1, 96), zeros(64), 1e-6, zeros(2, 64, 16), zeros(2, 20, 64), HALF, HALF, IDS[:, :1],
+    zeros(3, 1, 9, 96), 0.1,
+)  # fmt: skip
 MISFITS = [
     ("skinny_gemm", zeros(2, 9), zeros(4, 8)),
     ("skinny_gemm", zeros(2, 0), zeros(4, 0)),
@@ -165,6 +170,19 @@ MISFITS = [
     ("skinny_gemm_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT[0], 8, 8, [16] * 3, []),
     ("skinny_gemm_experts", zeros(3, 8), IDS + 3, EXPERT, EXPERT[:2], EXPERT, 8, 8, [16] * 3, []),
     ("skinny_gemm_experts", zeros(3, 64), IDS, *[packed(1, 1, 17)] * 3, 16, 64, [8] * 3, []),
+    ("skinny_gemm_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3, [zeros(4, 8)]),
+    (
+        "skinny_gemm_experts",
+        zeros(3, 8),
+        IDS,
+        EXPERT,
+        EXPERT,
+        EXPERT,
+        8,
+        8,
+        [16] * 3,
+        [zeros(4, 8), zeros(4, 1), zeros(4, 8)],
+    ),
     ("decode_attention", Q, CACHE[:, :, :0], CACHE[:, :, :0], IDS[:, :1], 9, 0.125),
     ("decode_attention", Q, CACHE, CACHE[:, :, :8].contiguous(), IDS[:, :1], 9, 0.125),
     ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9, 0.125),
@@ -181,12 +199,20 @@ MISFITS = [
     ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE.double(), ROPE, IDS[:, :1], CACHE, CACHE),
     ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1] - 1, CACHE, CACHE),
     ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1], CACHE[:2], CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1], CACHE.half(), CACHE),
+    ("decode_attention", Q, CACHE, CACHE, IDS[:, :1], 9, 0.125, zeros(3)),
+    ("latent_attention", LATENT[0][..., 1:], *LATENT[1:]),
+    ("latent_attention", *LATENT[:4], zeros(2, 16, 64).mT, *LATENT[5:]),
+    ("latent_attention", *LATENT[:5], zeros(2, 20, 32), *LATENT[6:]),
+    ("latent_attention", *LATENT[:6], HALF[..., :8], HALF[..., :8], *LATENT[8:]),
+    ("latent_attention", *LATENT[:9], zeros(3, 1, 9, 64), 0.1),
     ("decode_attention", Q[..., :32], CACHE[..., :32].contiguous(), CACHE[..., :32].contiguous(), IDS[:, :1], 9, 0.125),
 ]
 
 
 def test_what_would_be_read_beyond_a_tensor_is_refused():
     skinny_gemm.build()
+    assert torch.ops.ladder.latent_attention(*LATENT).shape == (3, 1, 40)
     for name, *arguments in MISFITS:
         with pytest.raises((RuntimeError, IndexError)):
             getattr(torch.ops.ladder, name)(*arguments)

@@ -21,13 +21,14 @@ from test_convert import (
 from test_drafts import make_runner
 from test_experts import check_integers
 from test_linear_attention import WAYS, check_ranks
+from test_quantized_files import BLOCKS, fp8, write
 from test_serve import in_turns
 
 import generate
 from extras.export import to_hf
 from extras.measure import advise
 from generate import Runner
-from ladder.checkpoints import huggingface
+from ladder.checkpoints import checkpoint, huggingface
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
@@ -122,6 +123,27 @@ def instella(folder):
     change_tensors(folder, **gates)
     edit(folder, architectures=["InstellaMoEForCausalLM"], gated_attention=True, farskip=True)
     return theirs
+
+
+@pytest.mark.parametrize("family", ["deepseek v3", "deepseek v2"])  # with and without latents of queries
+def test_e4m3_in_blocks_becomes_rows(family, tmp_path):
+    theirs = balanced(hf_model(FAMILIES[family]))
+
+    def make(w, seed):
+        return fp8(w, seed, 16, 16, "weight_scale_inv", None, lambda least: 2 ** least.log2().ceil())
+
+    def chosen(name):
+        return name.endswith(("_proj.weight", "_with_mqa.weight")) and "experts." not in name
+
+    write(tmp_path / "hf", theirs, make, {**BLOCKS, "weight_block_size": [16, 16]}, chosen)
+    ours = convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
+    kept = {name.split(".")[-2] for name in checkpoint.Weights(tmp_path / "ours").names() if name.endswith(".scales")}
+    assert ours.config.quant == "fp8" and kept >= {"wkv_a", "wo"} | ({"wq_a", "wq_b"} if "v3" in family else {"wq"})
+    check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
+    x = torch.arange(20)[None] % 60
+    with torch.inference_mode():
+        exact, rounded = theirs(x).logits, ours(x)
+    assert 0 < (rounded - exact).norm() < 0.2 * exact.norm()  # fp8 rounds activations, too
 
 
 def test_instella_is_deepseek_with_gates_and_two_streams(tmp_path):

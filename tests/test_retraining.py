@@ -65,7 +65,7 @@ def test_a_model_with_post_norms_is_replayed_too():
     assert torch.equal(whole, same) and torch.equal(whole, again) and len(recorded) == 6
 
 
-def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd):
+def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd, monkeypatch):
     config = dataclasses.replace(checkpoint.read_config(tiny), n_layers=6)
     (tmp_path / "six").mkdir()
     write_model(tmp_path / "six", config, faint({2}, config).state_dict(), torch.float32)
@@ -80,6 +80,10 @@ def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd):
     for more, message in ("--layers 7", "has 6"), ("--wiring spd", "one by one"), ("--wiring ladder:2", "one by one"):
         with pytest.raises(InputError, match=message):
             choose.main([*flags, *more.split()])
+    mixture = {"n_experts": 4, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 16}
+    monkeypatch.setattr(writing, "read_original", lambda folder: dataclasses.replace(config, **mixture))
+    with pytest.raises(InputError, match="farskip of standard: layers are chosen one by one"):
+        choose.main([*flags, "--wiring", "farskip"])
 
 
 def batch_and_models(train):

@@ -265,9 +265,10 @@ def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrain, 
         adapt.main([*retrain, "--checkpoint", str(tmp_path / "own"), "--fresh", "--out", str(tmp_path / "new")])
 
 
-def test_farskip_is_not_aligned(mixture):
-    with pytest.raises(InputError, match="--align-steps takes a wiring with the sublayers of standard, .*not farskip"):
-        adapt.main([*mixture, "--align-steps", "2"])
+@pytest.mark.parametrize("flags", ["--align-steps 2", "--train above"])
+def test_farskip_is_neither_aligned_nor_trained_in_part(flags, mixture):
+    with pytest.raises(InputError, match=f"{flags} takes a wiring with.*of standard, .*not farskip".replace(" 2", "")):
+        adapt.main([*mixture, *flags.split()])
 
 
 def losses_of(out):

@@ -221,18 +221,21 @@ def advice(configs, times, own, tp_size):
 def copies_or_split(own, configs, dtype, tp_size, batch, context, machine, link):
     """Return in a line what a whole copy of the model on each rank would do beside one model shared out over them.
 
-    Both serve the same rows: so many that each copy has at least one.
+    Both serve the same rows: so many that each copy has at least one. The gigabytes are those of rank 0's weights.
     """
     rows = -(-batch // tp_size)
     everything = decode_work(own, dtype, 1, rows, context)
     alone, _, _ = step_seconds(own, Times(*map(machine.seconds, everything.values()), 0.0, 0.0))
     n, parts = rows * tp_size, []
-    words = f"{n} rows on {tp_size} whole copies, {rows} each: {1e3 * alone:.2f} ms ({n / alone:,.0f} tokens/s)"
+    slices = [shard_on_meta(own, dtype, 0, (1,) * ranks)[1].values() for ranks in (1, tp_size)]
+    whole, shard = (sum(math.prod(one.shape) * one.dtype.itemsize for one in each) / 1e9 for each in slices)
+    words = f"{n} rows on {tp_size} whole copies of {whole:.1f} GB, {rows} each: "
+    words += f"{1e3 * alone:.2f} ms ({n / alone:,.0f} tokens/s)"
     for config in (c for c in configs if c.wiring in ("standard", "ladder", own.wiring)):
         work = decode_work(config, dtype, tp_size, n, context)
         seconds, _, _ = step_seconds(config, times_of(config, work, dtype, tp_size, n, machine, link))
         parts.append(f"{config.wiring} {1e3 * seconds:.2f} ms ({n / seconds:,.0f})")
-    return f"{words}; shared out: {', '.join(parts)}"
+    return f"{words}; shared out, {shard:.1f} GB each: {', '.join(parts)}"
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------

@@ -149,6 +149,7 @@ def read(args):
             not whole
             or wired.blocks > 1
             or wired.depends_on_lanes
+            or wired.rest_waits
             or config.named_wiring != rewired(config, "standard").named_wiring
         ):
             raise InputError(

@@ -49,8 +49,8 @@ def read_configs(args):
         ):
             raise InputError(f"{flag} takes a --wiring that changes and the checkpoint itself as the teacher")
         if len({len(w.block_sublayers) * w.blocks for w in (*own.layer_wirings, *config.layer_wirings)}) > 1 or any(
-            each.named_wiring.blocks > 1 or each.fixed_lanes or args.align_steps and each.named_wiring.rest_waits
-            for each in (own, config)  # farskip's sublayers return two tensors, of which none alone is a partial
+            each.named_wiring.blocks > 1 or each.fixed_lanes or each.named_wiring.rest_waits
+            for each in (own, config)  # farskip's sublayers return pairs, and differ from standard's in all layers
         ):
             raise InputError(
                 f"{flag} takes a wiring with the sublayers of {own.wiring}, such as ladder, not {config.wiring}"

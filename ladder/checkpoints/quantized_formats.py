@@ -22,7 +22,7 @@ from ladder.ranks.ending import out_of_memory
 
 MATRICES = {  # last parts of names, of what may stay integers: nothing that chooses experts, no linear attention
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2",
-    "w3", "lm_head", "embed_tokens",
+    "w3", "lm_head", "embed_tokens", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
 }  # fmt: skip
 PARTS = (  # of a quantized matrix; the last four, of activations in 8 bits, are not needed
     "weight", "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_shape", "weight_zero_point",

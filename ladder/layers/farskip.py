@@ -57,7 +57,16 @@ def farskip_loop(x, sublayers, comm, config, early=APART):
 FARSKIP = Wiring(
     "a ladder that misses no shared expert (of a mixture)", APART, stale=1, loop=farskip_loop, rest_waits=True
 )
-FARSKIPS = {"farskip": FARSKIP}
-for i, name in enumerate(("attention", "mlp")):
-    loop, about = functools.partial(farskip_loop, early=(APART[i],)), f"farskip, where only each {name} is early"
-    FARSKIPS[f"farskip-{name}"] = dataclasses.replace(FARSKIP, about=about, loop=loop)
+
+
+def only_early(sublayer, name):
+    """Return FARSKIP where only one of the two sublayers of APART does not wait."""
+    loop = functools.partial(farskip_loop, early=(sublayer,))
+    return dataclasses.replace(FARSKIP, about=f"farskip, where only each {name} is early", loop=loop)
+
+
+FARSKIPS = {
+    "farskip": FARSKIP,
+    "farskip-attention": only_early(attention_apart, "attention"),
+    "farskip-mlp": only_early(experts, "mlp"),
+}

@@ -213,6 +213,10 @@ at::Tensor skinny_gemm_experts(
         weights[i].dim() == (bits.at(i) == 16 ? 3 : 5) &&
             (groups.empty() || (groups[0].matrix >= 0 && groups.back().matrix < weights[i].size(0))),
         "skinny_gemm_experts takes w1, w3, w2 (E, ...) of these bits, and chosen experts from 0 to E - 1");
+    TORCH_CHECK(
+        biases.empty() ||
+            (biases.size() == 3 && biases[i].sizes() == at::IntArrayRef({weights[i].size(0), i < 2 ? I : D})),
+        "skinny_gemm_experts takes no biases, or those of w1, w3 and w2: (E, I), (E, I) and (E, D)");
   }
   auto product = [&](const at::Tensor& rows, const at::Tensor& w, int64_t N, int64_t K, int64_t bits) {
     return bits == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, N, K, bits), groups);
@@ -276,8 +280,9 @@ at::Tensor rotate_into_cache(
       "rotate_into_cache takes q (B, K, G, S, H), k (B, K, S, H), v (B, K, S, V), cos, sin (B, 1, 1, S, R / 2), a cache");
   const at::Tensor at = positions.contiguous(), cos = cosines.contiguous(), sin = sines.contiguous();
   at::Tensor result = at::empty(q.sizes(), q.options());
-  uint16_t *y = static_cast<uint16_t*>(result.data_ptr()), *k_to = static_cast<uint16_t*>(keys.data_ptr());
-  uint16_t* v_to = static_cast<uint16_t*>(values.data_ptr());
+  uint16_t* y = static_cast<uint16_t*>(result.data_ptr());
+  auto cache = [](const at::Tensor& t) { return reinterpret_cast<uint16_t*>(t.data_ptr<BF16>()); };
+  uint16_t *k_to = cache(keys), *v_to = cache(values);
   auto turn_one = [&](int64_t i) {
     const int64_t s = i % S, h = i / S % K, b = i / S / K, position = at.const_data_ptr<int64_t>()[b * S + s];
     TORCH_CHECK_INDEX(0 <= position && position < T, "position ", position, " is not in a cache of ", T, " slots");
@@ -335,7 +340,7 @@ at::Tensor decode_attention(
       const int64_t i = piece / pieces, b = i / K, first = piece % pieces * 4, to = std::min(first + 4, G);
       auto head = [&](const at::Tensor& t) { return b * t.stride(0) + i % K * t.stride(1); };
       const uint16_t *k = k_data + head(keys), *v = v_data + head(values);
-      const int64_t apart = values.stride(2);
+      const int64_t stride = values.stride(2);
       for (int64_t s = 0; s < S; s++) {  // from the second one on, the keys and values are in the caches
         const int64_t stop = std::clamp<int64_t>(p_data[b * S + s] + 1, 1, T);  // no memory but the cache is read
         const int64_t start = std::max<int64_t>(stop - window, 0), length = stop - start;
@@ -343,7 +348,7 @@ at::Tensor decode_attention(
           const int which = to - g >= 4 ? 2 : to - g >= 2 ? 1 : 0;
           const int64_t row = (i * S + s) * G + g;
           kernels[which](
-              q_data + row * H, k + start * H, v + start * apart, y_data + row * V, scores.data(), length, H, V, apart,
+              q_data + row * H, k + start * H, v + start * stride, y_data + row * V, scores.data(), length, H, V, stride,
               scale, s_data ? s_data + i % K * G + g : nullptr);
           g += 1 << which;
         }
@@ -377,14 +382,17 @@ at::Tensor attention_step(
   return product(y.transpose(1, 2).reshape({B, S, N * H}), wo, D, N * H, bits[1]);
 }
 
-// What LatentAttention.attend does, "absorbed", in one call: from q (B, S, N (X + R)) and wkv_a's output (B, S, L + R), whose
-// latents get an RMSNorm, to the heads' outputs (B, S, N Y). keys (N, L, X), values (N, Y, L): of wkv_b. cache: (B, 1, T,
+// What LatentAttention.attend does, "absorbed", in one call: from q (B, S, N (X + R)) and wkv_a's output kv (B, S, L + R),
+// whose latents get an RMSNorm, to the heads' outputs (B, S, N Y). keys (N, L, X), values (N, Y, L): of wkv_b. cache: (B, 1, T,
 // L + R). The other arguments are those of rotate_into_cache and decode_attention.
 at::Tensor latent_attention(
     const at::Tensor& q, const at::Tensor& kv, const at::Tensor& norm, double eps, const at::Tensor& keys,
     const at::Tensor& values, const at::Tensor& cosines, const at::Tensor& sines, const at::Tensor& positions,
     const at::Tensor& cache, double scale) {
-  TORCH_CHECK(keys.dim() == 3 && values.dim() == 3 && kv.dim() == 3 && cache.dim() == 4, "latent_attention: dimensions");
+  TORCH_CHECK(
+      keys.dim() == 3 && values.dim() == 3 && kv.dim() == 3 && cache.dim() == 4 &&
+          2 * cosines.size(-1) == kv.size(2) - keys.size(1),
+      "latent_attention takes kv (B, S, L + R), keys (N, L, X), values (N, Y, L), cos, sin (..., R / 2), cache (B, 1, T, L + R)");
   const int64_t B = kv.size(0), S = kv.size(1), N = keys.size(0), L = keys.size(1), X = keys.size(2), R = kv.size(2) - L;
   const at::Tensor heads = q.view({B, S, N, X + R}), latents = cache.narrow(3, 0, L);
   at::Tensor turned = rotate_into_cache(

@@ -427,13 +427,13 @@ inline __attribute__((always_inline)) Sums totals(Sums* lanes) {
   }
 }
 
-// M queries q (M, H) of one head over `length` keys (length, H) and values (length, V), whose rows lie `apart` numbers from
-// one another; M divides kLanes, 32 divides H, and 64 V. weights: room for M length numbers and kLanes more. sinks: none, or
+// M queries q (M, H) of one head over `length` keys (length, H) and values (length, V), whose rows lie `stride` numbers
+// apart; M divides kLanes, 32 divides H, and 64 V. weights: room for M length numbers and kLanes more. sinks: none, or
 // each query's score of one more key, whose value is 0.
 template <int M, typename Number>
 void attend(
     const uint16_t* q, const uint16_t* keys, const uint16_t* values, Number* y, float* weights, int64_t length,
-    int64_t H, int64_t V, int64_t apart, float scale, const float* sinks = nullptr) {
+    int64_t H, int64_t V, int64_t stride, float scale, const float* sinks = nullptr) {
   constexpr int64_t kKeys = kLanes / M;  // whose scores are one vector, the M of a key side by side
   Sums largest = Sums{} - INFINITY, sum = {};
   for (int m = 0; sinks && m < M; m++) largest[m] = sinks[m];
@@ -473,10 +473,10 @@ void attend(
   for (int64_t h = 0; h < V; h += kVectors * kLanes) {
     Sums weighted[M][kVectors] = {};
     for (int64_t t = 0; t < length; t++) {
-      for (int c = 0; c < kVectors * kLanes; c += 32) __builtin_prefetch(values + (t + kAhead) * apart + h + c);
+      for (int c = 0; c < kVectors * kLanes; c += 32) __builtin_prefetch(values + (t + kAhead) * stride + h + c);
 #pragma GCC unroll 4
       for (int c = 0; c < kVectors; c++) {
-        const Sums value = load_floats(values + t * apart + h + kLanes * c);
+        const Sums value = load_floats(values + t * stride + h + kLanes * c);
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) weighted[m][c] += weights[t * M + m] * value;
       }
