@@ -466,8 +466,8 @@ class Attention(nn.Module):
         if mask is None:  # causal, no earlier keys, no score_cap, no sinks: see attention_metadata
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
-            how = metadata.positions, self.window, self.score_cap, self.sinks
-            y = self.attend(q, *(cache or (k, v)), mask, *how)
+            keys, values = cache or (k, v)
+            y = self.attend(q, keys, values, mask, metadata.positions, self.window, self.score_cap, self.sinks)
         y = y.reshape(q.shape)  # (B, K, G, S, H)
         if gate is not None:
             y = y * gate.sigmoid()

@@ -39,6 +39,11 @@ def shard_on_meta(config, dtype, rank, shares):
     return model, slices
 
 
+def slices_bytes(slices):
+    """Return the bytes of a rank's weights. slices: as shard_on_meta returns them."""
+    return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices.values())
+
+
 def cache_bytes(model, rows, slots):
     """Return the bytes of a rank's cache."""
     return sum(tensor.nbytes for layer in model.new_cache(rows, slots) for tensor in layer)
@@ -54,8 +59,7 @@ def warn_of_memory(world, config, dtype, rows, slots):
     if world.rank > 0 and len({*world.shares}) == 1 and world.tp_size % config.n_kv_heads in (0, world.tp_size):
         return
     model, slices = shard_on_meta(config, dtype, world.rank, world.shares)
-    needed = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices.values())
-    needed += cache_bytes(model, rows, slots)
+    needed = slices_bytes(slices) + cache_bytes(model, rows, slots)
     free = free_bytes(world.device)
     if world.device.type == "cuda":
         needed += GRAPH_BYTES

@@ -9,7 +9,7 @@ from helpers import BASE, greedy_tokens, last_logits, random_model, run_ranks, u
 from test_convert import YARN, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model, take_state
 from test_cpu import attention, numbers
 from test_drafts import make_runner
-from test_experts import check_integers
+from test_experts import OnAGpu, check_integers
 from test_linear_attention import WAYS, check_ranks
 from test_quantized_files import mxfp4, write
 from test_serve import in_turns
@@ -152,7 +152,14 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
         assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
 
 
-@pytest.mark.parametrize("way", [experts.experts_on_a_gpu, experts.gathered, experts.every])
+def captured(x, *arguments):
+    """What a GPU computes while a graph is captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        return experts.experts_on_a_gpu(x.as_subclass(OnAGpu), *arguments).as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("way", [experts.experts_on_a_gpu, experts.gathered, experts.every, captured])
 def test_products_for_a_gpu_know_biases(way):
     moe, x = MoE(CONFIG), torch.randn(8, 48)
     for weight in moe.parameters():

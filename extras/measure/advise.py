@@ -23,7 +23,7 @@ from ladder.command_line.flags import count, number
 from ladder.errors import InputError
 from ladder.lanes.lanes import lanes_of_rank
 from ladder.layers import mixture
-from ladder.memory import cache_bytes, shard_on_meta
+from ladder.memory import cache_bytes, shard_on_meta, slices_bytes
 from ladder.ranks import launch
 from model import rewired
 
@@ -227,8 +227,7 @@ def copies_or_split(own, configs, dtype, tp_size, batch, context, machine, link)
     everything = decode_work(own, dtype, 1, rows, context)
     alone, _, _ = step_seconds(own, Times(*map(machine.seconds, everything.values()), 0.0, 0.0))
     n, parts = rows * tp_size, []
-    slices = [shard_on_meta(own, dtype, 0, (1,) * ranks)[1].values() for ranks in (1, tp_size)]
-    whole, shard = (sum(math.prod(one.shape) * one.dtype.itemsize for one in each) / 1e9 for each in slices)
+    whole, shard = (slices_bytes(shard_on_meta(own, dtype, 0, (1,) * ranks)[1]) / 1e9 for ranks in (1, tp_size))
     words = f"{n} rows on {tp_size} whole copies of {whole:.1f} GB, {rows} each: "
     words += f"{1e3 * alone:.2f} ms ({n / alone:,.0f} tokens/s)"
     for config in (c for c in configs if c.wiring in ("standard", "ladder", own.wiring)):

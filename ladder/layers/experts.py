@@ -49,7 +49,7 @@ def experts(x, chosen, w1, w3, w2, biases=()):
     return y
 
 
-def both_layers(multiply, x, matrices, biases, index):
+def expert_mlps(multiply, x, matrices, biases, index):
     """Return what experts() does by multiply(x, matrix). index: of the biases that its results get."""
     w1, w3, w2 = [(w, biases[i][index] if biases else 0) for i, w in enumerate(matrices)]
     gate, up = (multiply(x, w) + bias for w, bias in (w1, w3))
@@ -69,7 +69,7 @@ def experts_on_a_gpu(x, chosen, w1, w3, w2, biases=()):
     def multiply(rows, matrices):
         return F.grouped_mm(rows, floats(matrices, x.dtype).transpose(1, 2), offs=stops)
 
-    y = both_layers(multiply, x[order // chosen.shape[1]], (w1, w3, w2), biases, expert)
+    y = expert_mlps(multiply, x[order // chosen.shape[1]], (w1, w3, w2), biases, expert)
     return y[order.argsort()].view(*chosen.shape, -1)
 
 
@@ -79,7 +79,7 @@ def gathered(x, chosen, w1, w3, w2, biases=()):
     def multiply(x, matrices):  # (T, k or 1, in_features) -> (T, k, out_features)
         return (floats(matrices, x.dtype, chosen) * x[..., None, :]).sum(-1)
 
-    return both_layers(multiply, x[:, None], (w1, w3, w2), biases, chosen)
+    return expert_mlps(multiply, x[:, None], (w1, w3, w2), biases, chosen)
 
 
 def every(x, chosen, w1, w3, w2, biases=()):
@@ -88,7 +88,7 @@ def every(x, chosen, w1, w3, w2, biases=()):
     def multiply(x, matrices):  # (T, in_features) or (E, T, in_features) -> (E, T, out_features)
         return x @ floats(matrices, x.dtype).transpose(1, 2)
 
-    y = both_layers(multiply, x, (w1, w3, w2), biases, (slice(None), None))
+    y = expert_mlps(multiply, x, (w1, w3, w2), biases, (slice(None), None))
     return y[chosen, torch.arange(len(x), device=x.device)[:, None]]
 
 

@@ -22,8 +22,7 @@ def decode_attend(q, k, v, mask, positions, window, score_cap, sinks=None):
     if q.shape[3] > FEW_POSITIONS:
         return attend(q, k, v, mask, positions, window, score_cap, sinks)
     q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache they are views of wqkv's output
-    how = positions, window or k.shape[2], q.shape[-1] ** -0.5, sinks
-    y = torch.ops.ladder.decode_attention(q, k, v, *how)  # (B, K, S, G, H)
+    y = torch.ops.ladder.decode_attention(q, k, v, positions, window or k.shape[2], q.shape[-1] ** -0.5, sinks)
     return y.transpose(2, 3).flatten(2, 3)
 
 
@@ -118,7 +117,7 @@ class SkinnyAttention(Attention):
 class SkinnyLatentAttention(LatentAttention):
     """A LatentAttention whose few new positions read the parts of wkv_b and the cache no more often than they need.
 
-    From the queries to the heads' outputs it is one call or, when compiled, which needs no Python between calls, three.
+    From the queries to the heads' outputs it is one call, or three in compiled code, which loses no time between calls.
     """
 
     def __init__(self, attention):
