@@ -38,10 +38,11 @@ from ladder.command_line.job import Job, parse_generation_flags
 from ladder.command_line.prompts import Printer, is_chat
 from ladder.decoding.batch import BUCKET, last_tokens, make_cache, pad
 from ladder.errors import InputError
+from ladder.kernels import registry
 from ladder.memory import keep_freed_memory
 from ladder.progress import progress
 from ladder.ranks import launch
-from model import cache_slots
+from model import cache_size, cache_slots
 from tp import TensorParallel, load_shard
 
 CHUNK_TOKENS = 1024  # the most in a chunk of a prefill, all rows together: bounds the memory of activations
@@ -67,15 +68,15 @@ def load_model(config, folder, dtype, world):
         model = load_weights(config, weights, dtype, world.device, world.rank, world.shares)
     progress.at("preparation", timed=False)  # for ladder/ranks/watch.py: to wait for slower ranks now is no hang
     if world.device.type == "cpu":
-        from ladder.kernels.cpu.decode_modules import use_skinny_gemm
+        from ladder.kernels.cpu.stand_ins import use_kernels
 
-        use_skinny_gemm(model)
+        use_kernels(model)
         if config.quant == "fp8":
             world.say("fp8 on a CPU computes what a GPU does, but slowly: int8 is fast here")
-    elif config.quant:
-        from ladder.kernels.quant_kernels import use_kernels
+    elif config.quant or config.n_experts:
+        from ladder.kernels.quant_kernels import use_on_gpu
 
-        use_kernels(model, world.device.type)
+        use_on_gpu(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.shares, world.group)
     return model
@@ -98,17 +99,31 @@ class Runner:
         self.chunk_tokens = CHUNK_TOKENS
         self.shows_progress = False  # whether a long prefill has a progress bar at a terminal
         self.compiles, self.compiles_prefill = compile, compile_prefill
+        self.draft = None  # of ladder/decoding/drafts.py, which then makes the steps
+        self.build_passes()
+
+    def build_passes(self):
+        """Make decode_model and prefill_model: the model, what torch.compile makes of it, or CUDA graphs."""
+        model, self.graphs = self.model, None
         self.decode_model = self.prefill_model = model
-        if compile or compile_prefill:
+        if self.compiles or self.compiles_prefill:
             from ladder.kernels import compiling  # not in a plain run: it imports the compiler
 
-            self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
-        self.graphs = None  # on a GPU decode_model keeps CUDA graphs, which AsyncScheduler replays
+            self.decode_model, self.prefill_model = compiling.compiled(model, self.compiles, self.compiles_prefill)
         if self.device.type == "cuda" and "sums" not in model.comm.on_host:
             from ladder.kernels.cuda_graphs import Graphs
 
-            self.graphs = self.decode_model = self.decode_model if compile else Graphs(model)
-        self.draft = None  # of ladder/decoding/drafts.py, which then makes the steps
+            self.graphs = self.decode_model = self.decode_model if self.compiles else Graphs(model)
+        self.built_for = registry.fingerprint(model) if self.decode_model is not model else None
+
+    def renew_passes(self):
+        """Compile or capture anew what was made before somebody changed the model: it would not know of that."""
+        if self.built_for is not None and self.built_for != registry.fingerprint(self.model):
+            registry.say_once("the model was changed after its steps were compiled or captured: that is done anew")
+            if self.compiles or self.compiles_prefill:
+                torch.compiler.reset()
+                torch.compiler.set_stance("default")  # and not that of unguarded(), up to the end of its block
+            self.build_passes()
 
     def like(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
@@ -175,6 +190,7 @@ class Runner:
         A draft, which has a cache of its own, begins here. sequences: the ids of each row so far. done: which rows have
         ended. With a draft, a step may return several ids.
         """
+        self.renew_passes()
         if self.draft:
             self.draft.begin(cached_tokens)
             return functools.partial(self.draft.step, self)
@@ -216,9 +232,10 @@ class Generation:
     caller may stop early. decode_s counts no time that the caller takes between steps. On a GPU the next step runs
     meanwhile, so that a caller who takes long makes decode_s too small; printing takes microseconds.
 
-    runner: its cache has slots for the longest prompt and max_new_tokens. prompts: non-empty lists of token ids, of any
-    lengths. sample: a Sampler; without a draft any function from logits (B, v) and collectives to ids (B,), -1 where
-    logits are not finite. cached_tokens: see Runner.prefill. The iteration raises InputError if logits are not finite.
+    runner: its cache has a row for each prompt, with slots for max_new_tokens behind the longest. prompts: non-empty
+    lists of token ids, of any lengths. sample: a Sampler; without a draft any function from logits (B, v) and
+    collectives to ids (B,), -1 where logits are not finite. cached_tokens: see Runner.prefill. Raises InputError if the
+    cache is too small; the iteration does, too, if logits are not finite.
     """
 
     def __init__(self, runner, prompts, max_new_tokens, sample, eos_ids=(), cached_tokens=0):
@@ -228,6 +245,10 @@ class Generation:
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
         self.rows = [[] for _ in prompts]  # the new ids of each row, without end-of-sequence
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
+        rows, slots = cache_size(runner.cache)
+        if len(prompts) > rows or max(self.ends) > slots:
+            needed = f"{len(prompts)} rows of {max(self.ends)} tokens do not fit a cache of {rows} rows, {slots} slots"
+            raise InputError(f"{needed}: make_cache(model, {len(prompts)}, {max(self.ends)}) makes one")
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
         self.steps = 0  # of decode
         self.prefill_s = self.decode_s = 0.0  # seconds: to the first tokens; in all later steps

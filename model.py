@@ -12,6 +12,7 @@ rank holds; config.n_heads and config.n_kv_heads count those of the whole model.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from ladder import config_check, wiring_text
 from ladder.errors import InputError, did_you_mean
 from ladder.kernels import quant_linear
+from ladder.kernels.registry import plain
 from ladder.layers.attention_inputs import attention_metadata, norm_heads, rope_frequencies, rotate
 from ladder.layers.norms import ACTIVATIONS, NORMS
 
@@ -153,7 +155,7 @@ class Collectives(Protocol):
     tp.TensorParallel sums over the ranks of a process group, and SingleDevice, below, is the plainest form.
 
     `newer` and pin only fix the order of compiled code, without which nothing might overlap: see
-    tp.TensorParallel.settle, which has an example. They never change a result.
+    ladder/kernels/ordered.py, which has an example. They never change a result.
     """
 
     tp_size: int  # how many ranks there are
@@ -168,9 +170,11 @@ class Collectives(Protocol):
 
     def settle(self, x, pending, newer=()):
         """Return x + wait(pending). newer: the starts since then. When compiled, the wait comes after the last one."""
+        return x + self.wait(pending)
 
     def pin(self, x, newer):
         """Return x. When compiled, whatever reads the result comes after the last start in `newer`."""
+        return x
 
     # What the Sampler asks (ladder/decoding/batch.py), since a rank has the logits of its part of the vocabulary only.
 
@@ -194,12 +198,6 @@ class SingleDevice(Collectives):
 
     def wait(self, pending):
         return pending
-
-    def settle(self, x, pending, newer=()):
-        return x + pending
-
-    def pin(self, x, newer):
-        return x
 
     def local_logits(self, logits):
         return pad_logits(logits, logits.shape[-1]), 0, logits.shape[-1]
@@ -284,7 +282,8 @@ class Wiring:
     eight layers as a ladder; the others are standard, as are the first layers where `blocks` leaves some over.
 
     A wiring of your own is an entry of WIRINGS; its flag, its line of --help and its tests follow from that. If it
-    needs another sublayer or another loop, write that function beside those above.
+    needs another sublayer or another loop, write that function beside those above. A loop of your own that obeys each
+    sublayer's `stale`, as NAME:n needs, says so by n_means="layers".
     """
 
     about: str  # its line of --help
@@ -294,13 +293,17 @@ class Wiring:
     stale: int = 0  # how many of the newest sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
     rest_waits: bool = False  # whether layers that n leaves out keep these sublayers, not stale, or are standard
-    n_means: str | None = "layers"  # what n is: "layers", the last n of them; "period", see below; None: there is no n
+    n_means: str | None = ""  # "layers": the last n; "period": see below; None: no n; "": "layers" of residual_loop
     # A lane is a shard of the weights with a residual stream of its own, usually the one of a rank. The rest is for
     # wirings that compute another function on another number of lanes (ladder/lanes/wirings.py).
     depends_on_lanes: bool = False
     lanes: int | None = None  # L of NAME/L: for how many lanes the weights were made
     period: int | None = None  # n of desync:n, which keeps every n-th sum
     model: type | None = None  # the subclass of Transformer that it needs, if any
+
+    def __post_init__(self):
+        if self.n_means == "":
+            object.__setattr__(self, "n_means", "layers" if self.loop is residual_loop else None)
 
 
 WIRINGS = {
@@ -348,11 +351,15 @@ def _add_partials(sublayer, side_by_side, x):  # usually of one block
     return sum(others, start=first)
 
 
+# which norm of a block is for the sums of a sublayer, of models with post_norms
+POST_NORMS = {attention_sublayer: "attention_post_norm", mlp_sublayer: "ffn_post_norm"}
+
+
 class PostNormSums(Collectives):
     """The Collectives of residual_loop for models with post_norms: settle returns x + norm(wait(pending)).
 
-    norms: one for each sublayer, in the order of their starts: attention, MLP, attention, ... Wirings that add partials
-    of several sublayers are refused (config_check.check_norms).
+    norms: one for each sublayer, in the order of their starts. Wirings that add partials of several sublayers are
+    refused (config_check.check_norms).
     """
 
     def __init__(self, comm, norms):
@@ -377,31 +384,47 @@ class PostNormSums(Collectives):
 # ---- The layers ------------------------------------------------------------------------------------------------------
 
 
-def attend(q, k, v, mask, positions, window, score_cap, sinks=None):
-    """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
+class Linear(nn.Linear):
+    """PyTorch's linear. Functions marked @plain are what the model computes: edit them. See docs/change-it.md."""
 
-    mask: (B, S, T'), T' <= T; only the first T' slots are read. positions (B, S), of q, and window: for other kernels
-    in this one's place, which take no mask. sinks (K * G), without a score_cap: each head's score of an extra key.
+    @plain
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+@plain
+def attend(q, k, v, mask=None, score_cap=None, sinks=None):
+    """Return the attention (B, K, G, S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
+
+    mask: (B, S, T'), T' <= T: which keys a query attends to; only the first T' slots are read. None: queries and keys
+    are of the same tokens, and each attends to all up to itself. sinks (K * G), without a score_cap: each head's score
+    of an extra key.
     """
+    if mask is None:  # without a score_cap and sinks: see attention_metadata
+        return F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True).view(q.shape)
     # The G query heads of a KV head become one head of G * S queries, so that no key is ever copied.
     B, _, G, S, H = q.shape
     mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
     k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
+    queries = q.flatten(2, 3)
     if sinks is not None:
         # In one more dimension all keys but the extra one are 0, so that its score is the sink, whatever the query is.
         # PyTorch's kernels want multiples of 8 dimensions.
         k, v, mask = F.pad(k, (0, 8, 0, 1)), F.pad(v, (0, 8, 0, 1)), F.pad(mask, (0, 1), value=True)
         k[:, :, -1, H] = H**0.5
         sinks = sinks.view(q.shape[1], G, 1, 1).expand(*q.shape[:4], 1)
-        q = torch.cat((q, sinks.type_as(q), torch.zeros_like(q[..., :7])), -1)
-        return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask, scale=H**-0.5)[..., :H]
-    if score_cap:
-        scores = (q.flatten(2, 3) * H**-0.5 @ k.mT).float()
+        queries = torch.cat((q, sinks.type_as(q), torch.zeros_like(q[..., :7])), -1).flatten(2, 3)
+        y = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=H**-0.5)[..., :H]
+    elif score_cap:
+        scores = (queries * H**-0.5 @ k.mT).float()
         scores = score_cap * (scores / score_cap).tanh()
-        return scores.masked_fill(~mask, -torch.inf).softmax(-1).type_as(v) @ v
-    return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)
+        y = scores.masked_fill(~mask, -torch.inf).softmax(-1).type_as(v) @ v
+    else:
+        y = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
+    return y.reshape(q.shape)
 
 
+@plain
 def rotate_into_cache(q, k, v, rope, metadata, cache):
     """Turn queries q (B, K, G, S, H) and keys by their positions, and write keys and values to the cache.
 
@@ -431,20 +454,21 @@ class Attention(nn.Module):
         self.head_dim, self.score_cap, self.whole_norm = config.head_dim, config.score_cap, config.whole_qk_norm
         self.gates = int(config.attention_gate)  # of a query head: 0 or 1
         N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
-        self.wqkv = nn.Linear(config.dim, (N * (1 + self.gates) + 2 * K) * H, bias=config.qkv_bias)
-        self.wo = nn.Linear(N * H, config.dim, bias=config.wo_bias)
+        self.group_heads = N // K * (1 + self.gates) + 2  # of a whole group of wqkv
+        self.wqkv = Linear(config.dim, self.group_heads * K * H, bias=config.qkv_bias)
+        self.wo = Linear(N * H, config.dim, bias=config.wo_bias)
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         if config.qk_norm:
             make_norm = NORMS[config.norm]
             self.q_norm = make_norm(N * H if self.whole_norm else H, config.norm_eps)
             self.k_norm = make_norm(K * H if self.whole_norm else H, config.norm_eps)
         self.sinks = nn.Parameter(torch.empty(N)) if config.attention_sinks else None
-        self.attend, self.rotate_into_cache = attend, rotate_into_cache  # there may be faster kernels
 
-    @property
-    def n_kv_heads(self):  # wqkv has N (1 + gates) + 2 K heads, wo has N
-        return (self.wqkv.out_features - self.wo.in_features * (1 + self.gates)) // (2 * self.head_dim)
+    def count_kv_heads(self, rows):
+        """Return the number of KV heads in so many rows of wqkv: of whole groups, or 1, with a part of its queries."""
+        return max(1, rows // (self.group_heads * self.head_dim))
 
+    @plain
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D).
 
@@ -453,29 +477,28 @@ class Attention(nn.Module):
         cache: None or (k, v), both (B, K, T, H), which are written to.
         """
         B, S, _ = x.shape
-        qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, *, S, H)
+        qkv = self.wqkv(x)
+        qkv = qkv.view(B, S, self.count_kv_heads(qkv.shape[-1]), -1, self.head_dim).permute(0, 2, 3, 1, 4)
         q, k, v = qkv.tensor_split((-2, -1), dim=2)  # of a KV head: G query heads (and gates), its key, its value
-        q, gate = (q[:, :, ::2], q[:, :, 1::2]) if self.gates else (q, None)
+        q, gate = (q[:, :, ::2], q[:, :, 1::2]) if self.gates else (q, None)  # (B, K, G, S, H)
         q, k = norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
         rope = None if not self.rotates else metadata.window_rope if self.window else metadata.rope
-        q, k, v = self.rotate_into_cache(q, k, v, rope, metadata, cache)
+        q, k, v = rotate_into_cache(q, k, v, rope, metadata, cache)
         if metadata.query_scale is not None:
             q = (q * metadata.query_scale).type_as(q)
         mask = metadata.window_mask if self.window else metadata.mask
-        # both ways return their numbers in the order of q
-        if mask is None:  # causal, no earlier keys, no score_cap, no sinks: see attention_metadata
-            y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
-        else:
-            keys, values = cache or (k, v)
-            y = self.attend(q, keys, values, mask, metadata.positions, self.window, self.score_cap, self.sinks)
-        y = y.reshape(q.shape)  # (B, K, G, S, H)
+        keys, values = (k, v) if cache is None or mask is None else cache  # without a mask, those of this pass are all
+        y = attend(q, keys, values, mask, self.score_cap, self.sinks)
         if gate is not None:
             y = y * gate.sigmoid()
         return self.wo(y.flatten(1, 2).transpose(1, 2).reshape(B, S, -1))
 
     def new_cache(self, batch, length, device, dtype):
-        """Return (k, v) of `length` slots, both (B, K, T, H), zeroed."""
-        shape = batch, self.n_kv_heads, length, self.head_dim
+        """Return (k, v) of `length` slots, both (B, K, T, H), zeroed. Raises InputError for a wqkv of unknown width."""
+        if not hasattr(self.wqkv, "out_features"):
+            name = type(self.wqkv).__name__
+            raise InputError(f"wqkv is a {name} without out_features, by which the KV heads are counted: give it some")
+        shape = batch, self.count_kv_heads(self.wqkv.out_features), length, self.head_dim
         return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
 
 
@@ -485,15 +508,28 @@ class FeedForward(nn.Module):
     def __init__(self, dim, neurons, bias=False, activation="silu"):
         super().__init__()
         self.activation = ACTIVATIONS[activation]
-        self.w1 = nn.Linear(dim, neurons, bias)  # gate
-        self.w3 = nn.Linear(dim, neurons, bias)  # up
-        self.w2 = nn.Linear(neurons, dim, bias)  # down
+        self.w1 = Linear(dim, neurons, bias)  # gate
+        self.w3 = Linear(dim, neurons, bias)  # up
+        self.w2 = Linear(neurons, dim, bias)  # down
 
+    @plain
     def forward(self, x):
         return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
+class NeverCalled(nn.Module):
+    """A module that only holds others, so that a hook on it would never run."""
+
+    def register_forward_hook(self, *args, **kwargs):
+        name = type(self).__name__
+        raise InputError(
+            f"a {name} is never called: hook the modules in it, or probe list_sublayers (docs/change-it.md)"
+        )
+
+    register_forward_pre_hook = register_full_backward_hook = register_forward_hook
+
+
+class Block(NeverCalled):
     """The weights of one layer. It has no forward: the sublayers of its wiring compute with them."""
 
     def __init__(self, config, layer):
@@ -543,7 +579,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = NORMS[config.norm](config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Linear(config.dim, config.vocab_size, bias=False)
         # theta^(-2i / R) for each pair i of the R dimensions that turn, scaled for a longer context; never on "meta"
         self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
 
@@ -601,7 +637,13 @@ class Transformer(nn.Module):
         """Return the Collectives of a new loop: `comm`, or with post_norms what also norms its sums."""
         if not self.config.post_norms:
             return self.comm
-        return PostNormSums(self.comm, [n for b in self.layers for n in (b.attention_post_norm, b.ffn_post_norm)])
+        norms = []
+        for block, wiring in zip(self.layers, self.config.layer_wirings, strict=True):
+            for sublayer in wiring.block_sublayers:
+                if sublayer not in POST_NORMS:
+                    raise InputError(f"{sublayer.__name__} has no norm for its sums: name one of a block in POST_NORMS")
+                norms.append(getattr(block, POST_NORMS[sublayer]))
+        return PostNormSums(self.comm, norms)
 
     def head(self, x, last_index=None):
         """Return the local logits of the last layer's x (B, S, D); last_index: as in forward."""
@@ -626,6 +668,12 @@ def cache_slots(cache):
     past the end, such as a draft's last proposals, are written there.
     """
     return next((keys.shape[2] for keys, _ in cache if keys.dim() == 4), 1)
+
+
+def cache_size(cache):
+    """Return (rows, slots) of a cache; without a limit of slots, an infinite number."""
+    slots = cache_slots(cache) if any(keys.dim() == 4 for keys, _ in cache) else math.inf
+    return len(cache[0][0]), slots
 
 
 def build(config, kind=None):

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from ladder.checkpoints.checkpoint import check_shape, read_slice
 from ladder.errors import InputError
+from ladder.kernels.registry import plain
 from ladder.progress import progress
 from model import VOCAB_BLOCK, Collectives, build, pad_logits
 
@@ -41,8 +42,10 @@ class TensorParallel(Collectives):
     """
 
     def __init__(self, config, shares, group):
-        from ladder.kernels import ordered  # noqa: F401, defines torch.ops.ladder
+        from ladder.kernels import ordered, registry  # late: it defines torch.ops.ladder
 
+        registry.use(ordered.KERNELS)
+        self.settle_operator = ordered.settle_operator()
         self.tp_size = self.lanes = len(shares)  # ladder/lanes wraps this where a rank holds several lanes
         self.on_host = getattr(group, "on_host", self.on_host)
         self.vocab_size, self.group_name = config.vocab_size, group.group_name
@@ -56,23 +59,13 @@ class TensorParallel(Collectives):
     def wait(self, pending):
         return torch.ops._c10d_functional.wait_tensor(pending)
 
+    @plain
     def settle(self, x, pending, newer=()):
-        """Return x + wait(pending). newer: the all-reduces that were started since.
+        return x + self.wait(pending)
 
-        The compiler keeps only the order that data imply. In p0 = start(h0(x)); p1 = start(h1(x)); x = x + wait(p0), no
-        data say that the wait comes after p1's start: it could move before h1, and p0 would travel behind nothing. The
-        operator settle(x, p0, p1), which the compiler cannot look into (ladder/kernels/ordered.py), takes p1 as an
-        input that it ignores. So the wait comes after p1's start, and the next h, which reads the result, after both.
-        """
-        if not newer:
-            return x + self.wait(pending)
-        if x.is_cuda:  # the compiler fuses the + with the next norm; on a CPU there is nothing to gain by that
-            torch.ops.ladder.wait_after(pending, newer[-1])  # declared to modify `pending`, so the + stays behind it
-            return x + pending
-        return torch.ops.ladder.settle(x, pending, newer[-1])
-
+    @plain
     def pin(self, x, newer):
-        return torch.ops.ladder.settle(x, None, newer[-1])  # nothing is added: a copy of x, also without the compiler
+        return x
 
     def local_logits(self, logits):
         return pad_logits(logits, max(self.sizes)), self.first_id, self.vocab_size
@@ -283,8 +276,9 @@ def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddin
         set_parameter(model, name, read_slice(weights, name, piece, device))
     if config.tie_embeddings:
         start, stop = vocab_range(config.vocab_size, rank, shares)
-        for name, tensor in model.tok_embeddings.named_parameters():
-            set_parameter(model, f"output.{name}", tensor[start:stop])
+        whole = stop - start == config.vocab_size
+        for name, table in model.tok_embeddings.named_parameters():
+            set_parameter(model, f"output.{name}", table if whole else table[start:stop])  # one parameter, or a view
     return model.to(device)  # moves the rope frequencies, which build made on the CPU; they stay float32
 
 
@@ -295,4 +289,5 @@ def set_parameter(model, name, tensor):
     if attribute == "weight" and hasattr(module, "in_features"):  # Attention counts its heads by these
         columns = module.in_features // module.weight.shape[-1]  # of a stored element: 2 in a byte of int4
         module.out_features, module.in_features = tensor.shape[-2], tensor.shape[-1] * columns
-    setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))
+    is_parameter = isinstance(tensor, nn.Parameter)
+    setattr(module, attribute, tensor if is_parameter else nn.Parameter(tensor, requires_grad=False))

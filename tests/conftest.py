@@ -19,6 +19,7 @@ import torch.distributed as dist
 from helpers import BASE, random_model, stop_ranks, train_tokenizer, write_model
 
 from ladder.errors import InputError
+from ladder.kernels import registry
 from ladder.kernels.cpu import skinny_gemm
 from ladder.ranks import shared_memory
 from ladder.ranks.world import World
@@ -64,6 +65,14 @@ def _signals():
     sys.unraisablehook = hook
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    """Kernels stand in for a whole process, so that a test would see those of the models before."""
+    yield
+    registry.stop_using()
+    registry.said.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,7 +21,7 @@ from ladder.checkpoints.sizes import RandomWeights
 from ladder.decoding.batch import Sampler, last_tokens, make_cache, pad
 from ladder.decoding.speculative import Ngrams
 from ladder.errors import Verdict
-from ladder.kernels import quant_kernels
+from ladder.kernels import quant_kernels, registry
 from ladder.lanes.lanes import load_lanes
 from ladder.progress import progress
 from ladder.ranks import launch, shared_gpu
@@ -61,7 +61,8 @@ def logits_close(world, quant, way):
     state = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu").state_dict()
     nets = [shard(config, w, torch.bfloat16, state).to(world.device) for w in (world, None)]
     for net in nets:
-        quant_kernels.use_kernels(net, world.device.type)
+        quant_kernels.pack(net, world.device.type)
+        registry.use(quant_kernels.KERNELS[world.device.type])
     rows = [x.to(world.device) for x in unequal_rows(config)]
     several, alone = (last_logits(net, *rows, 4, way == "compiled").double() for net in nets)
     return (several - alone).norm() < (0.1 if quant == "fp8" else 0.05) * alone.norm()  # each rank rounds its columns

@@ -1,5 +1,6 @@
 """What the tests share: small configs, weights in memory, functions on several ranks, scripts."""
 
+import collections
 import contextlib
 import copy
 import functools
@@ -25,7 +26,7 @@ from generate import Runner
 from ladder import wiring_text
 from ladder.checkpoints import checkpoint, writing
 from ladder.decoding.batch import make_cache
-from ladder.kernels import compilers
+from ladder.kernels import compilers, registry
 from ladder.lanes import wirings
 from ladder.ranks import gloo, launch
 from ladder.ranks.collectives import connect_auto
@@ -216,6 +217,26 @@ def greedy_tokens(net, ids, count, end=None):
     return row
 
 
+@contextlib.contextmanager
+def counted_kernels():
+    """A Counter of how often each kernel stands in, by the name of its plain function, of those that are in use now."""
+    counts, before = collections.Counter(), [(function, function.kernels) for function in registry.in_use()]
+
+    def counted(kernel):
+        def run(*arguments, **named):
+            result = kernel.function(*arguments, **named)
+            counts[kernel.name] += result is not None
+            return result
+
+        return kernel._replace(function=run)
+
+    for function, kernels in before:
+        function.kernels = tuple(ready._replace(kernel=counted(ready.kernel)) for ready in kernels)
+    yield counts
+    for function, kernels in before:
+        function.kernels = kernels
+
+
 def naive(logits, temperature, top_k, top_p):
     """What is sampled from, in float64, a token at a time."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[:top_k]
@@ -255,7 +276,7 @@ def check_split_attention(count, window, T, device, sinks=None):
     k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
     positions, keys = starts + torch.arange(count), torch.arange(T)
     mask = (keys <= positions[..., None]) & (keys > positions[..., None] - (window or T))
-    plain = attend(q, k, v, mask, positions, window, None, sinks)
+    plain = attend(q, k, v, mask, None, sinks).flatten(2, 3)
     for row, (start, end) in enumerate(positions[:, [0, -1]].clamp(max=T - 1).tolist()):
         needed = range((max(0, start + 1 - window) if window else 0) // KEY_BLOCK, end // KEY_BLOCK + 1)
         unneeded = [i for i in range(513) if i // KEY_BLOCK not in needed]
@@ -263,9 +284,9 @@ def check_split_attention(count, window, T, device, sinks=None):
 
     @functools.partial(torch.compile, fullgraph=True, dynamic=False)
     def split(q, sinks, *rest):  # with heads apart: the compiler for CPUs takes no view of another shape (torch 2.13)
-        return split_attend(q.unflatten(2, (4, count)), *rest, window, None, sinks)
+        return split_attend(q.unflatten(2, (4, count)), *rest, sinks)
 
-    result = split(*[x if x is None else x.to(device) for x in (q.flatten(2, 3), sinks, k, v, mask, positions)]).cpu()
+    result = split(*[x if x is None else x.to(device) for x in (q.flatten(2, 3), sinks, k, v, mask)]).cpu()
     assert torch.allclose(plain[:-1], result[:-1], atol=1e-5)
 
 
@@ -329,6 +350,7 @@ def _join(rank, port):
 
 def _call(work):
     shares, function, args = pickle.loads(work)
+    registry.stop_using()  # what another test's model let stand in
     world = copy.copy(_worlds[len(shares)])
     world.shares = shares
     return pickle.dumps(function(world, *args))

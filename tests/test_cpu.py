@@ -14,18 +14,19 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BASE, ROOT, last_logits, random_model, unequal_rows
+from helpers import BASE, ROOT, counted_kernels, last_logits, random_model, unequal_rows
 from reference import Reference
 from safetensors.torch import save_file
 from test_quantize import CASES, INT8, check_model, integers
 
 import generate
+import model
 from ladder.checkpoints import checkpoint
-from ladder.kernels import compilers, compiling, cpp, quant_linear
-from ladder.kernels.cpu import decode_modules, skinny_gemm
+from ladder.kernels import compilers, compiling, cpp, quant_linear, registry
+from ladder.kernels.cpu import skinny_gemm, stand_ins
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.ranks.world import World
-from model import attend, rotate_into_cache
+from model import Linear, rotate_into_cache
 
 WORLD = World(0, 1, torch.device("cpu"))
 
@@ -56,6 +57,11 @@ def test_each_head_has_its_own_matrix(N, M, L, K, threads):
     size = x.double().abs() @ weight.double().abs().mT
     assert y.shape == (N, M, L) and ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all()
     torch.library.opcheck(torch.ops.ladder.skinny_gemm_heads.default, (x, weight))
+    other = numbers(N, K, L)
+    exact, size = x.double() @ other.double(), x.double().abs() @ other.double().abs()
+    y = torch.ops.ladder.skinny_gemm_heads_mT(x, other)
+    assert y.shape == (N, M, L) and ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all()
+    torch.library.opcheck(torch.ops.ladder.skinny_gemm_heads_mT.default, (x, other))
 
 
 def in_float64(weight, scales, zeros):
@@ -138,20 +144,21 @@ def packed(*shape):
 INT4, IDS = packed(1, 2, 5), zeros(3, 2, dtype=torch.int64)  # 16 rows of 64 columns in groups of 32
 Q, CACHE, EXPERT = zeros(3, 2, 1, 1, 64), zeros(3, 2, 9, 64), zeros(4, 8, 8)
 ROPE, X, WQKV, WO = torch.zeros(3, 1, 1, 1, 32), zeros(3, 1, 8), zeros(384, 8), zeros(8, 128)
-STEP = 0.0, ROPE, ROPE, IDS[:, :1], CACHE, CACHE, 9  # the last arguments of attention_step, which fit
+ROWS, MASK = torch.arange(3)[:, None], torch.ones(3, 1, 9, dtype=torch.bool)
+STEP = 0.0, ROPE, ROPE, ROWS, IDS[:, :1], CACHE, CACHE, MASK  # the last arguments of attention_step, which fit
 HALF = ROPE[..., :16]
 LATENT = (  # arguments of latent_attention, which fit
-    zeros(3, 1, 96), zeros(3, 1, 96), zeros(64), 1e-6, zeros(2, 64, 16), zeros(2, 20, 64), HALF, HALF, IDS[:, :1],
-    zeros(3, 1, 9, 96), 0.1,
+    zeros(3, 1, 96), zeros(3, 1, 96), zeros(64), 1e-6, zeros(72, 64), 16, 20, HALF, HALF, ROWS, IDS[:, :1],
+    zeros(3, 1, 9, 96), MASK, 0.1,
 )  # fmt: skip
 MISFITS = [
     ("skinny_gemm", zeros(2, 9), zeros(4, 8)),
     ("skinny_gemm", zeros(2, 0), zeros(4, 0)),
-    ("skinny_gemm", zeros(2, 4), zeros(4, 8)[:, ::2]),
     ("skinny_gemm_heads", zeros(2, 3, 8), zeros(3, 4, 8)),
     ("skinny_gemm_heads", zeros(2, 3, 8), zeros(2, 4, 9)),
     ("skinny_gemm_heads", zeros(2, 8), zeros(2, 4, 8)),
-    ("skinny_gemm_heads", zeros(2, 3, 8), zeros(2, 8, 4).mT),
+    ("skinny_gemm_heads_mT", zeros(2, 3, 8), zeros(2, 4, 8)),
+    ("skinny_gemm_heads_mT", zeros(2, 3, 8), zeros(3, 8, 8)),
     ("skinny_gemm_int", zeros(3, 64).float(), INT4, 16, 64, 4),
     ("skinny_gemm_int", zeros(3, 64), INT4, 17, 64, 4),
     ("skinny_gemm_int", zeros(3, 64), INT4, 16, 64, 8),
@@ -183,11 +190,14 @@ MISFITS = [
         [16] * 3,
         [zeros(4, 8), zeros(4, 1), zeros(4, 8)],
     ),
-    ("decode_attention", Q, CACHE[:, :, :0], CACHE[:, :, :0], IDS[:, :1], 9, 0.125),
-    ("decode_attention", Q, CACHE, CACHE[:, :, :8].contiguous(), IDS[:, :1], 9, 0.125),
-    ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9, 0.125),
-    ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9, 0.125),
-    ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9, 0.125),
+    ("decode_attention", Q, CACHE[:, :, :0], CACHE[:, :, :0], MASK, 0.125),
+    ("decode_attention", Q, CACHE, CACHE[:, :, :8].contiguous(), MASK, 0.125),
+    ("decode_attention", Q, CACHE[:2], CACHE[:2], MASK, 0.125),
+    ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, MASK, 0.125),
+    ("decode_attention", Q, CACHE, CACHE, MASK[:2], 0.125),
+    ("decode_attention", Q, CACHE, CACHE, MASK.expand(3, 2, 9), 0.125),
+    ("decode_attention", Q, CACHE, CACHE, MASK.repeat(1, 1, 2), 0.125),
+    ("decode_attention", Q, CACHE, CACHE, MASK.byte(), 0.125),
     ("attention_step", X, WQKV, WO, [16], 2, None, [], *STEP),
     ("attention_step", X, WQKV[:192], WO, [16, 16], 1, None, [], *STEP),
     ("attention_step", X, WQKV[:320], WO, [16, 16], 2, None, [], *STEP),
@@ -195,18 +205,19 @@ MISFITS = [
     ("attention_step", X, WQKV, WO, [16, 16], 2, None, [Q], *STEP),
     ("rms_norm", zeros(3, 64), zeros(65)),
     ("rms_norm", zeros(3, 64).float(), zeros(64)),
-    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE[..., :30], ROPE, IDS[:, :1], CACHE, CACHE),
-    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE.double(), ROPE, IDS[:, :1], CACHE, CACHE),
-    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1] - 1, CACHE, CACHE),
-    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1], CACHE[:2], CACHE),
-    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, IDS[:, :1], CACHE.half(), CACHE),
-    ("decode_attention", Q, CACHE, CACHE, IDS[:, :1], 9, 0.125, zeros(3)),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE[..., :30], ROPE, ROWS, IDS[:, :1], CACHE, CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE.double(), ROPE, ROWS, IDS[:, :1], CACHE, CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, ROWS, IDS[:, :1] - 1, CACHE, CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, ROWS, IDS[:, :1], CACHE[:2], CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, ROWS, IDS[:, :1], CACHE.half(), CACHE),
+    ("rotate_into_cache", Q, Q[:, :, 0], Q[:, :, 0], ROPE, ROPE, ROWS + 1, IDS[:, :1], CACHE, CACHE),
+    ("decode_attention", Q, CACHE, CACHE, MASK, 0.125, zeros(3)),
     ("latent_attention", LATENT[0][..., 1:], *LATENT[1:]),
-    ("latent_attention", *LATENT[:4], zeros(2, 16, 64).mT, *LATENT[5:]),
-    ("latent_attention", *LATENT[:5], zeros(2, 20, 32), *LATENT[6:]),
-    ("latent_attention", *LATENT[:6], HALF[..., :8], HALF[..., :8], *LATENT[8:]),
-    ("latent_attention", *LATENT[:9], zeros(3, 1, 9, 64), 0.1),
-    ("decode_attention", Q[..., :32], CACHE[..., :32].contiguous(), CACHE[..., :32].contiguous(), IDS[:, :1], 9, 0.125),
+    ("latent_attention", *LATENT[:4], zeros(71, 64), *LATENT[5:]),
+    ("latent_attention", *LATENT[:4], zeros(72, 32), *LATENT[5:]),
+    ("latent_attention", *LATENT[:7], HALF[..., :8], HALF[..., :8], *LATENT[9:]),
+    ("latent_attention", *LATENT[:11], zeros(3, 1, 9, 64), MASK, 0.1),
+    ("decode_attention", Q[..., :32], CACHE[..., :32].contiguous(), CACHE[..., :32].contiguous(), MASK, 0.125),
 ]
 
 
@@ -218,11 +229,11 @@ def test_what_would_be_read_beyond_a_tensor_is_refused():
             getattr(torch.ops.ladder, name)(*arguments)
 
 
-def attention(q, keys, values, positions, window):
+def attention(q, keys, values, mask):
     """In float64, row by row, head by head and position by position."""
     out = torch.empty_like(q, dtype=torch.float64)
     for b, k, s in itertools.product(*map(range, q.shape[:3])):
-        seen = slice(max(int(positions[b, s]) + 1 - window, 0), int(positions[b, s]) + 1)
+        seen = mask[b, s].nonzero()[:, 0]
         scores = q[b, k, s].double() @ keys[b, k, seen].double().T / q.shape[-1] ** 0.5
         out[b, k, s] = torch.softmax(scores, -1) @ values[b, k, seen].double()
     return out
@@ -240,10 +251,25 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
         for row, position in enumerate(last):
             for outside in slice(position + 1, None), slice(max(position + 2 - S - window, 0)):
                 keys[row, :, outside] = values[row, :, outside] = torch.nan
-        y = torch.ops.ladder.decode_attention(q, keys, values, positions, window, H**-0.5)
-        exact = attention(q, keys, values, positions, window)
+        slots = torch.arange(T)
+        mask = (slots <= positions[..., None]) & (slots > positions[..., None] - window)
+        y = torch.ops.ladder.decode_attention(q, keys, values, mask, H**-0.5)
+        exact = attention(q, keys, values, mask)
         assert y.shape == q.shape and y.dtype == torch.bfloat16
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * max(1, scale / 10)).all()
+
+
+@pytest.mark.parametrize("G", [1, 3, 4])
+def test_attention_by_any_mask(G, threads):
+    """Keys with gaps between them, none at all, and, without a mask, all up to a token's own."""
+    skinny_gemm.build()
+    q, (keys, values) = numbers(3, 2, 4, G, 64), numbers(2, 3, 2, 21, 64)
+    mask = torch.rand(3, 4, 17, generator=torch.Generator().manual_seed(0)) < 0.4
+    mask[0, 1], mask[2, 3] = False, True
+    for some, visible in (mask, mask), (None, torch.ones(3, 4, 21, dtype=torch.bool).tril()):
+        y = torch.ops.ladder.decode_attention(q, keys, values, some, 0.125)
+        exact = attention(q, keys, values, visible)
+        assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2, 576), (5, 33)])
@@ -268,17 +294,18 @@ def test_rotation_writes_the_cache_as_models_does(B, K, G, S, H, R):
     caches = [[numbers(B, K, 12, H), numbers(B, K, 12, H)] for _ in range(2)]
     metadata = types.SimpleNamespace(rows=rows, positions=positions, mask=positions)
     expected, *plain = rotate_into_cache(q, k, v, rope, metadata, caches[0])
-    turned, _, _ = decode_modules.fused_rotate(q, k, v, rope, metadata, caches[1])
-    uncached = decode_modules.fused_rotate(q, k, v, rope, metadata, None)
+    turned, *cached = stand_ins.rotate_into_cache(q, k, v, rope, metadata, caches[1])
+    uncached = stand_ins.rotate_into_cache(q, k, v, rope, metadata, None)
     assert torch.equal(uncached[0], turned)
-    for ours, theirs in zip(uncached[1:], plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)
+    for result in cached, uncached[1:]:
+        for ours, theirs in zip(result, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)
     assert torch.equal(caches[0][1], caches[1][1]) and turned.shape == q.shape
     for ours, theirs in (turned, expected), (caches[1][0], caches[0][0]):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)
     with pytest.raises(IndexError, match="position 1. is not in a cache of 12"):
         metadata.positions = positions + 14 - positions.max()
-        decode_modules.fused_rotate(q, k, v, rope, metadata, caches[1])
+        stand_ins.rotate_into_cache(q, k, v, rope, metadata, caches[1])
 
 
 @pytest.mark.parametrize("special", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
@@ -292,20 +319,17 @@ def test_a_layers_attention_in_one_call_is_the_same_bit_by_bit(quant, most, spec
     net = generate.load_model(config, None, "bfloat16", WORLD)
     for i, vector in enumerate(p for p in net.parameters() if p.dim() == 1):  # biases and norms
         vector.data = numbers(i + 1, len(vector))[-1]
-    step, calls, first = torch.ops.ladder.attention_step, [], torch.tensor([[9], [0]])
-    monkeypatch.setattr(torch.ops.ladder, "attention_step", lambda *a: calls.append(1) or step(*a))
+    first, attention = torch.tensor([[9], [0]]), "model.Attention.forward"
     for S, block in itertools.product((3, most // 2 + 1), net.layers):
         metadata = attention_metadata(net, first + torch.arange(S), torch.arange(20))
         x, keys, values = numbers(2, S, 128), *numbers(2, 2, 2, 20, 64)[:, None].repeat(1, 2, 1, 1, 1, 1)
-        results = []
-        for i, in_one_call in enumerate((True, False)):
-            assert block.attention.in_one_call or i
-            block.attention.in_one_call = in_one_call
-            results.append(block.attention(x, metadata, (keys[i], values[i])))
-            assert len(calls) == (in_one_call and S == 3)
-            calls.clear()
-        block.attention.in_one_call = True
-        assert torch.equal(*results) and torch.equal(*keys) and torch.equal(*values)
+        with counted_kernels() as counts:
+            one_call = block.attention(x, metadata, (keys[0], values[0]))
+        assert counts[attention] == (S == 3)
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(model.Attention.forward, "kernels", ())
+            several = block.attention(x, metadata, (keys[1], values[1]))
+        assert torch.equal(one_call, several) and torch.equal(*keys) and torch.equal(*values)
 
 
 @pytest.mark.slow
@@ -319,9 +343,10 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
         weight.data = weight.data.bfloat16()
     tokens, lengths = unequal_rows(config)
     eager = last_logits(net, tokens, lengths)
-    logits = last_logits(net, tokens, lengths, compile=True)
-    assert {type(m) for m in net.modules() if hasattr(m, "in_features")} == {skinny_gemm.SkinnyLinear}
-    assert all(block.attention.attend is decode_modules.decode_attend for block in net.layers)
+    compiling.use_decode_kernels(net)
+    with counted_kernels() as counts:
+        logits = last_logits(net, tokens, lengths, compile=True)
+    assert {"model.attend", "model.Linear.forward", "model.FeedForward.forward"} <= counts.keys()
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
         assert (logits[row] - expected).abs().max() < 0.05 * expected.abs().max()
@@ -335,27 +360,26 @@ COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied"
 def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
     monkeypatch.setattr(skinny_gemm, "SKINNY_INT_ROWS", 8)  # more in prefill, fewer in decode
     config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
-    net = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
-    kernels = {m.kernel for m in net.modules() if type(m) is quant_linear.QuantLinear}
-    kept = [m for m in net.modules() if type(m) is skinny_gemm.SkinnyLinear]
-    assert kernels == {skinny_gemm.multiply} and bool(kept) == bool(config.not_quantized)
-    gated = {type(block.feed_forward) is decode_modules.SkinnyFeedForward for block in net.layers}
+    net, counts = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
+    layouts = {m.layout for m in net.modules() if type(m) is quant_linear.QuantLinear}
+    kept = [m for m in net.modules() if type(m) is Linear]
+    assert layouts == {skinny_gemm.LAYOUT} and bool(kept) == bool(config.not_quantized)
     alike = not {"w1", "w2"} & {*config.not_quantized, *config.int8}
-    assert gated == {not config.mlp_bias and alike and config.activation == "silu"}
+    assert bool(counts["model.FeedForward.forward"]) == (not config.mlp_bias and alike and config.activation == "silu")
 
 
 def test_attention_in_a_window_without_a_cache():
     """There v is a view, with strides that the kernel does not take. Only bfloat16 has such kernels."""
     net = random_model(dataclasses.replace(BASE, head_dim=64, sliding_window=3, window_layers=(0, 2)))
     compiling.use_decode_kernels(net)
-    assert not any(type(m) is skinny_gemm.SkinnyLinear for m in net.modules())
-    assert net.layers[0].attention.attend is attend
+    assert not registry.in_use()
     net, (tokens, _) = net.bfloat16(), unequal_rows(BASE)
     with torch.inference_mode():
         expected = net(tokens[:, :8])
         compiling.use_decode_kernels(net)
-        logits = net(tokens[:, :8])
-    assert net.layers[0].attention.attend is decode_modules.decode_attend
+        with counted_kernels() as counts:
+            logits = net(tokens[:, :8])
+    assert counts["model.attend"] == 2
     assert (logits - expected).norm() < 0.03 * expected.norm()
 
 
@@ -371,7 +395,7 @@ UNBUILT = [
 def test_without_what_cannot_be_built_pytorchs_kernels_run_and_one_line_says_why(
     environment, message, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(decode_modules, "is_built", functools.cache(decode_modules.is_built.__wrapped__))
+    monkeypatch.setattr(stand_ins, "is_built", functools.cache(stand_ins.is_built.__wrapped__))
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
     monkeypatch.delenv("HOME", raising=False)
@@ -379,7 +403,9 @@ def test_without_what_cannot_be_built_pytorchs_kernels_run_and_one_line_says_why
         monkeypatch.setenv(name, value)
     for _ in range(2):  # models
         net = generate.load_model(INT8, None, "bfloat16", WORLD)
-        assert net.output.kernel is quant_linear.multiply_int8
+        with counted_kernels() as counts:
+            net.output(zeros(3, 64))
+        assert net.output.layout is None and counts["ladder.kernels.quant_linear.QuantLinear.forward"] == 1
     assert re.fullmatch("(compiling .*\n)?" + message + ".*: PyTorch's kernels, slower\n", capsys.readouterr().err)
     assert list(tmp_path.rglob("*.so")) == []
 
@@ -391,31 +417,35 @@ def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant, capsys):
         BASE, head_dim=64, dim=64, intermediate_size=96, quant=quant, group_size=32 if quant == "int4" else None
     )
     net = generate.load_model(config, None, "bfloat16", WORLD)
-    linears = [m for m in net.modules() if hasattr(m, "in_features") and type(m) is not quant_linear.QuantEmbedding]
-    assert all(block.attention.attend is decode_modules.decode_attend for block in net.layers)
-    assert all(getattr(m, "kernel", None) is skinny_gemm.multiply and m.scales is None for m in linears) == bool(quant)
-    assert {type(m) for m in linears} == {quant_linear.QuantLinear if quant else skinny_gemm.SkinnyLinear}
+    kind = quant_linear.QuantLinear if quant else Linear
+    linears = [m for m in net.modules() if type(m) is kind]
+    assert all(m.layout is skinny_gemm.LAYOUT and m.packed.dtype.itemsize == 1 for m in linears if quant)
+    with counted_kernels() as counts, torch.inference_mode():
+        net(torch.tensor([[5]]), None, net.new_cache(1, 3))
+    layers = "model.Attention.forward", "model.FeedForward.forward", "ladder.layers.norms.RMSNorm.forward"
+    assert [counts[name] for name in layers] == [3, 3, 7]
+    registry.stop_using()
     net = generate.load_model(config, None, "float32", WORLD)
     said = capsys.readouterr().err
     assert said == "int4 in float32 has no kernels: bfloat16 is many times faster\n" * (quant == "int4")
-    assert net.layers[0].attention.attend is attend
-    assert type(net.output) is (quant_linear.QuantLinear if quant else torch.nn.Linear)
+    assert not registry.in_use() and type(net.output) is kind
 
 
 def test_many_rows_are_multiplied_in_float32_where_nothing_else_is_fast(monkeypatch):
     """With no compiler and no oneDNN for bfloat16; rows with a bias, in pieces of the weights."""
-    monkeypatch.setattr(decode_modules, "is_built", lambda: False)
+    monkeypatch.setattr(stand_ins, "is_built", lambda: False)
     monkeypatch.setattr(skinny_gemm, "HAS_ONEDNN_BF16", False)
-    monkeypatch.setattr(skinny_gemm, "DEQUANTIZED_AT_ONCE", 700)
+    monkeypatch.setattr(stand_ins, "DEQUANTIZED_AT_ONCE", 700)
     config = dataclasses.replace(BASE, qkv_bias=True, mlp_bias=True)
     net, (tokens, lengths) = random_model(config), unequal_rows(config)
     reference = Reference(config, net.state_dict())
     for weight in net.parameters():  # not .to(): the rope frequencies stay float32
         weight.data = weight.data.bfloat16()
     plain = last_logits(net, tokens, lengths)
-    decode_modules.use_skinny_gemm(net)
-    assert type(net.output) is skinny_gemm.Float32Linear
-    logits = last_logits(net, tokens, lengths)
+    stand_ins.use_kernels(net)
+    with counted_kernels() as counts:
+        logits = last_logits(net, tokens, lengths)
+    assert counts["model.Linear.forward"]
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
         assert (logits[row] - expected).abs().mean() < 1.2 * (plain[row] - expected).abs().mean()
@@ -486,11 +516,11 @@ def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, ca
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.setattr(compilers, "ON_ARM", False)
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
-    monkeypatch.setattr(decode_modules, "is_built", functools.cache(decode_modules.is_built.__wrapped__))
+    monkeypatch.setattr(stand_ins, "is_built", functools.cache(stand_ins.is_built.__wrapped__))
     net, (tokens, lengths) = random_model(BASE).bfloat16(), unequal_rows(BASE)
-    kinds, plain = {type(m) for m in net.modules()}, last_logits(net, tokens, lengths)
+    plain = last_logits(net, tokens, lengths)
     compiling.use_decode_kernels(net)
-    assert {type(m) for m in net.modules()} == kinds
+    assert "model.Attention.forward" not in [kernel.kernel.name for f in registry.in_use() for kernel in f.kernels]
     line = "skinny_gemm.cpp knows no such processor or system: PyTorch's kernels, slower\n"
     assert capsys.readouterr().err == line
     assert torch.equal(last_logits(net, tokens, lengths), plain)

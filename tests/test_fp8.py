@@ -11,8 +11,8 @@ from test_quantize import quantized_state
 import tp
 from ladder.checkpoints import checkpoint, rounding, sizes
 from ladder.errors import InputError
-from ladder.kernels import quant_kernels, quant_linear
-from ladder.kernels.gpu import fp8
+from ladder.kernels import quant_kernels, quant_linear, registry
+from ladder.kernels.gpu import integers
 
 CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160, quant="fp8")
 NUMBERS = [i for i in range(256) if i & 127 != 127]  # the bits of e4m3 but NaN
@@ -79,11 +79,14 @@ def test_the_kernel_of_a_gpu_computes_the_same(bias, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         x = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
         x *= torch.arange(1, 8)[:, None]
-        linear.kernel = quant_linear.multiply_fp8
+        assert integers.multiply_fp8(linear, x) is None  # which is on a CPU
+        with monkeypatch.context() as m:
+            m.setattr(integers, "fits", lambda x: True)
+            result = integers.multiply_fp8(linear, x)
+            assert integers.multiply_fp8(odd, x) is None and (result is not None) == used
         expected = linear(x)
-        fp8.use_scaled_mm([linear, odd])
-        assert (linear.kernel is fp8.multiply_scaled) == used and odd.kernel is quant_linear.multiply_fp8
-        assert (linear(x).float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+        if used:
+            assert (result.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
 
 
 def weights_only(config):
@@ -104,7 +107,7 @@ def weights_only(config):
 def test_a_model_computes_what_its_weights_say_but_for_rounded_activations(changes, dtype):
     config = dataclasses.replace(CONFIG, **changes)
     net = shard(config, None, dtype, quantized_state(config))
-    quant_kernels.use_kernels(net, "cpu")
+    registry.use(quant_kernels.KERNELS["cpu"])
     exact, logits = weights_only(config), last_logits(net, *unequal_rows(config))
     assert (logits.double() - exact).norm() < 0.08 * exact.norm()
     assert (logits[0].double() - exact[1]).norm() > 0.5 * exact[1].norm()  # another row's are far

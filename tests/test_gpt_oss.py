@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from helpers import BASE, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows
+from helpers import BASE, counted_kernels, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows
 from test_convert import YARN, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model, take_state
 from test_cpu import attention, numbers
 from test_drafts import make_runner
@@ -22,7 +22,7 @@ from ladder.checkpoints.tokenizer import Tokenizer
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.kernels import compiling
-from ladder.kernels.cpu import decode_modules, skinny_gemm
+from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.gpu.split_attention import split_attend
 from ladder.layers import experts
 from ladder.layers.mixture import MoE
@@ -109,27 +109,24 @@ def test_a_prefill_in_chunks_a_server_and_a_draft_compute_the_same():
 
 
 @pytest.mark.parametrize("G", [1, 2, 7])
-def test_few_positions_with_sinks_against_float64(G, monkeypatch):
+def test_few_positions_with_sinks_against_float64(G):
     """A sink is a key more, of value 0; the last of these is far above all scores."""
     skinny_gemm.build()
     q, keys, values = numbers(3, 2, 2, G, 64), numbers(3, 2, 40, 64), numbers(3, 2, 40, 64)
     positions, sinks = torch.tensor([[38, 39], [0, 1], [20, 21]]), torch.linspace(-3, 9, 2 * G).bfloat16()
     for window in 100, 7:
-        y = torch.ops.ladder.decode_attention(q, keys, values, positions, window, 0.125, sinks)
         scores = torch.einsum("bksgh,bkth->bksgt", q.double(), keys.double()) / 8
         at, last = torch.arange(40), positions[..., None]
         mask = (at <= last) & (at > last - window)
         total = scores.masked_fill(~mask[:, None, :, None], -torch.inf).logsumexp(-1)
         share = (total - sinks.double().view(2, 1, G)).sigmoid()[..., None]
-        exact = attention(q, keys, values, positions, window) * share
+        exact = attention(q, keys, values, mask) * share
+        y = torch.ops.ladder.decode_attention(q, keys, values, mask, 0.125, sinks)
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
-        arguments = q.transpose(2, 3).double(), keys.double(), values.double(), mask, positions, window, None, sinks
-        monkeypatch.setattr(
-            torch.compiler, "is_compiling", lambda: True
-        )  # split_attend's, of a GPU, without a compiler
-        for other in attend, split_attend:
-            y = other(*arguments).unflatten(2, (G, 2)).transpose(2, 3)
-            assert (y - exact).abs().max() < 1e-6
+        arguments = q.transpose(2, 3).double(), keys.double(), values.double(), mask
+        split = split_attend(*arguments, sinks).unflatten(2, (G, 2))  # of a GPU, here without a compiler
+        for other in attend(*arguments, None, sinks), split:
+            assert (other.transpose(2, 3) - exact).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
@@ -143,11 +140,14 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
             weight.data.normal_(0, 1, generator=torch.Generator().manual_seed(len(name)))
         elif name.endswith("router.weight"):
             weight.data *= 30  # rounding must not choose other experts
-    compiling.use_decode_kernels(nets[2])
-    assert nets[2].layers[0].attention.attend is decode_modules.decode_attend
-    with torch.inference_mode():
-        steps = [last_logits(net, *unequal_rows(config)).float() for net in nets]
-        prefills = [net(torch.arange(80).view(2, 40) % 50).float() for net in nets]  # more than FEW_POSITIONS
+    steps, prefills = [], []
+    for net in nets:
+        if net is nets[2]:
+            compiling.use_decode_kernels(net)
+        with torch.inference_mode(), counted_kernels() as counts:
+            steps.append(last_logits(net, *unequal_rows(config)).float())
+            prefills.append(net(torch.arange(80).view(2, 40) % 50).float())  # more than FEW_POSITIONS
+    assert {"model.attend", "ladder.layers.experts.Experts.forward"} <= counts.keys()
     for exact, plain, fast in steps, prefills:
         assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
 

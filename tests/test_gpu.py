@@ -21,8 +21,8 @@ from helpers import WIRED, check_split_attention, command, last_logits, random_m
 from reference import MixtureReference
 
 from ladder.checkpoints.sizes import RandomWeights
-from ladder.kernels import quant_kernels, quant_linear
-from ladder.kernels.gpu import fp8, integers
+from ladder.kernels import quant_kernels, quant_linear, registry
+from ladder.kernels.gpu import integers
 from model import Config
 from tp import load_shard
 
@@ -86,7 +86,8 @@ def quantized(quant, **changes):
         if isinstance(module, quant_linear.QuantLinear):
             zeros = None if module.zeros is None else module.zeros.double()
             state[f"{name}.weight"] = quant_linear.dequantize(module.weight, module.scales.double(), zeros)
-    quant_kernels.use_kernels(net, DEVICE.type)
+    quant_kernels.pack(net, DEVICE.type)
+    registry.use(quant_kernels.KERNELS[DEVICE.type])
     return net, state
 
 
@@ -142,10 +143,9 @@ COMPILED_ROWS = [*(("int8", rows, True) for rows in (1, 2, 5, 16)), ("int4", 300
 def test_the_kernels_for_integers_multiply_what_they_stand_for(quant, rows, compile):
     """Compiled, few rows go through the Triton kernels."""
     net, state = quantized(quant)
-    kernels = {"int8": integers.multiply_int8, "int4": integers.multiply_int4}
     for name in ("layers.0.attention.wqkv", "layers.1.feed_forward.w2", "output"):
         linear = net.get_submodule(name)
-        assert ON_CPU or linear.kernel is kernels[quant]
+        assert ON_CPU or quant == "int8" or linear.layout is integers.LAYOUT
         multiply = torch.compile(linear, dynamic=False) if compile else linear
         x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).bfloat16().to(DEVICE)
         weight = state[f"{name}.weight"]
@@ -160,11 +160,11 @@ def test_fp8_multiplies_as_it_does_on_a_cpu(rows, compile):
     net, _ = quantized("fp8")
     for name in ("layers.0.attention.wqkv", "layers.1.feed_forward.w2"):
         linear = net.get_submodule(name)
-        used = not ON_CPU and torch.cuda.get_device_capability() >= fp8.CAPABILITY
-        assert (linear.kernel is fp8.multiply_scaled) == used
+        used = not ON_CPU and torch.cuda.get_device_capability() >= integers.FP8_CAPABILITY
         x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).bfloat16().to(DEVICE)
         with torch.inference_mode():
             y = (torch.compile(linear, dynamic=False) if compile else linear)(x).float()
+            assert (integers.multiply_fp8(linear, x) is not None) == used
             expected = quant_linear.multiply_fp8(x, linear).float()
         # an activation that lies between two numbers of e4m3 may become the other one
         assert (y - expected).norm() < 0.01 * expected.norm()

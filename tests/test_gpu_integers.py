@@ -5,12 +5,12 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, counted_kernels
 
 import generate
 from ladder.checkpoints import checkpoint, sizes
-from ladder.kernels import quant_kernels, quant_linear
-from ladder.kernels.gpu.integers import INT4_FLOAT_ROWS, unpacked, use_int4
+from ladder.kernels import quant_kernels, quant_linear, registry
+from ladder.kernels.gpu.integers import INT4_FLOAT_ROWS, pack_int4, unpacked
 from ladder.ranks.world import World
 
 
@@ -67,12 +67,17 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
     exact = quant_linear.dequantize(linear.weight, linear.scales.double(), linear.zeros.double())
     # scales, and the middle of a group, are rounded to bfloat16
     rounded = (linear.zeros.abs() + 16 * linear.scales).double().repeat_interleave(size, dim=1)
-    use_int4([linear])
+    stored = linear.weight.clone()
+    pack_int4([linear])
+    registry.use([quant_kernels.PACKED])
     assert ((unpacked(linear) - exact).abs() <= 2**-8 * (rounded + exact.abs())).all()
     x = torch.randn(2, INT4_FLOAT_ROWS // 2, K, generator=g).bfloat16()
     for part in x, x[:, :-1]:
         result = part.double() @ unpacked(linear).double().T + (linear.bias if bias else 0)
-        assert ((linear(part) - result).abs() <= 2**-7 * (part.double().abs() @ exact.abs().T + 96)).all()
+        with counted_kernels() as counts:
+            assert ((linear(part) - result).abs() <= 2**-7 * (part.double().abs() @ exact.abs().T + 96)).all()
+        assert counts.total() == 1
+    assert torch.equal(linear.stored()[0], stored)
 
 
 @pytest.mark.parametrize("quant, device, dtype, used", [
@@ -85,7 +90,9 @@ def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, dtype, 
     loaded = types.SimpleNamespace(config=config, dtype=checkpoint.DTYPES[dtype], modules=lambda: [loaded, linear])
     monkeypatch.setattr(sizes, "RandomWeights", lambda *_: None)
     monkeypatch.setattr(generate, "load_shard", lambda *_: loaded)
-    for key in quant_kernels.KERNELS:
-        monkeypatch.setitem(quant_kernels.KERNELS, key, lambda linears, key=key: calls.append((*key, linears)))
+    for key in quant_kernels.PACKERS:
+        monkeypatch.setitem(quant_kernels.PACKERS, key, lambda linears, key=key: calls.append((*key, linears)))
     assert generate.load_model(config, None, dtype, World(0, 1, torch.device(device))) is loaded
-    assert calls == [(quant, device, [linear])] * used
+    assert calls == [(quant, device, [linear])] * (used and quant == "int4")  # integers of 8 bits are read as stored
+    names = [ready.kernel.function.__name__ for function in registry.in_use() for ready in function.kernels]
+    assert names == ["multiply_packed", "multiply_int8", "multiply_fp8"] * used

@@ -18,6 +18,7 @@ from helpers import (
     OLMO,
     ROOT,
     StateWeights,
+    counted_kernels,
     last_logits,
     main_on_ranks,
     random_model,
@@ -35,7 +36,7 @@ import quantize
 import tp
 from ladder.checkpoints import checkpoint, rounding, writing
 from ladder.errors import InputError
-from ladder.kernels import compiling, quant_kernels, quant_linear
+from ladder.kernels import compiling, quant_kernels, quant_linear, registry
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
 CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160)
@@ -240,7 +241,8 @@ def integers(N, K, size, seed=0):
 def test_a_rank_without_rows_of_the_output_head():
     config = dataclasses.replace(INT8, vocab_size=9)
     net = tp.load_shard(config, StateWeights(quantized_state(config)), torch.bfloat16, "cpu", 3, (1,) * 4)
-    for use in (functools.partial(quant_kernels.use_kernels, kernel_set="cpu"), compiling.use_decode_kernels):
+    registry.use(quant_kernels.KERNELS["cpu"])
+    for use in (lambda net: None), compiling.use_decode_kernels:
         use(net)
         assert net.output(numbers(2, 40, 64).bfloat16()).shape == (2, 40, 0)
 
@@ -265,14 +267,19 @@ def expected_logits(config):
 
 
 def check_model(config, dtype, tolerance, fast=False, compile=False):
-    """Return a quantized model, `fast`: with the kernels of --compile, whose logits are those that its numbers say."""
-    quant_kernels.use_kernels(net := int_shard(config, dtype), "cpu")
+    """Check that the logits of a quantized model are those that its numbers say; return it and its kernels' counts.
+
+    fast: with the kernels of skinny_gemm.cpp.
+    """
+    net = int_shard(config, dtype)
+    registry.use(quant_kernels.KERNELS["cpu"])
     for _ in range(2 * fast):  # as for two Runners of one model: the second changes nothing
         compiling.use_decode_kernels(net)
-    logits = last_logits(net, *unequal_rows(config), compile=compile)
+    with counted_kernels() as counts:
+        logits = last_logits(net, *unequal_rows(config), compile=compile)
     for row, expected in zip(logits, expected_logits(config), strict=True):
         assert (row - expected).abs().max() < tolerance * expected.abs().max()
-    return net
+    return net, counts
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
@@ -286,7 +293,7 @@ def test_a_quantized_model_computes_what_its_numbers_say(config, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
 def test_compiled_it_does_with_pytorchs_kernels_too(config, monkeypatch):
-    monkeypatch.setattr(compiling.decode_modules, "use_skinny_gemm", lambda model: None)
+    monkeypatch.setattr(compiling.stand_ins, "use_kernels", lambda model: None)
     check_model(dataclasses.replace(config, n_layers=1), torch.bfloat16, 0.06, compile=True)
 
 
@@ -294,7 +301,7 @@ def rank_logits(world, cases, tokens, lengths, compile):
     out = []
     for config, dtype in cases:
         net = int_shard(config, dtype, world)
-        quant_kernels.use_kernels(net, "cpu")
+        registry.use(quant_kernels.KERNELS["cpu"])
         out.append(last_logits(net, tokens, lengths, compile=compile))
     return out
 

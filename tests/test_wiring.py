@@ -169,7 +169,7 @@ def calls(source):
     source = re.sub(r"reinterpret_tensor\((\w+), \([^()]*\), \([^()]*\), \d+\)", r"\1", source)
     events, started = [], []
     for line in (line.split("#")[0] for line in source.splitlines()):
-        waited = re.search(r"(?:ladder\.settle\.default\(\w+, |wait_tensor\.default\()(\w+)", line)
+        waited = re.search(r"(?:ladder\.settle\w*\.default\(\w+, |wait_tensor\.default\()(\w+)", line)
         if start := re.search(r"all_reduce_\.default\((\w+),", line):
             started.append(start[1])
             events.append(f"start{len(started)}")

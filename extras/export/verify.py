@@ -12,7 +12,7 @@ from ladder.checkpoints.families import NESTED
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
-from ladder.kernels.cpu.decode_modules import use_skinny_gemm
+from ladder.kernels.cpu.stand_ins import use_kernels
 from ladder.ranks import launch
 from tp import load_shard
 
@@ -64,7 +64,7 @@ def main(argv=None):
     how = {"attn_implementation": "eager"} if config.score_cap else {}  # PyTorch's attention would ignore the cap
     theirs = expected(folder, ids, dtype, args.trust_remote_code, **how)
     model = load_shard(config, weights, dtype, "cpu")
-    use_skinny_gemm(model)  # as generate.py does
+    use_kernels(model)  # as generate.py does
     ours = model(ids)[0].float()
     apart, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     here, there = (logits[-1].argmax().item() for logits in (ours, theirs))

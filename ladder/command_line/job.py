@@ -20,6 +20,7 @@ from ladder.command_line.flags import (
 )
 from ladder.command_line.prompts import add_prompt_flags, fit, is_chat, read_prompts
 from ladder.decoding.batch import Sampler
+from ladder.kernels import registry
 from ladder.memory import warn_of_memory
 
 CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
@@ -32,6 +33,8 @@ def parse_generation_flags(description, argv=None):
     add_model_flags(g, required=True)
     words = 'torch.compile the decode step, with "all" the prefill too; on a CPU it takes a minute and gains a little'
     g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
+    words = "run the functions of model.py as written, without kernels in their place; also $LADDER_PLAIN=1"
+    g.add_argument("--plain", action="store_true", help=words)
     add_rank_flags(g, sharded=True)
     add_wiring_flags(p)
     add_prompt_flags(p)
@@ -46,7 +49,10 @@ def parse_generation_flags(description, argv=None):
     words += "e.g. ngram@4"
     g.add_argument("--draft", metavar="(DIR|ngram)[@K]", help=words)
     add_json_flag(g)
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.plain:
+        os.environ[registry.PLAIN] = "1"
+    return args
 
 
 class Job:

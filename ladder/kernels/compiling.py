@@ -10,10 +10,10 @@ import torch
 
 from ladder.decoding.batch import Sampler, pad
 from ladder.errors import InputError
-from ladder.kernels import compilers
-from ladder.kernels.cpu import decode_modules
+from ladder.kernels import compilers, registry
+from ladder.kernels.cpu import stand_ins
 from ladder.progress import progress
-from model import Attention, cache_slots
+from model import cache_slots
 
 # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
 # large kernels. Of the C++, only the kernels take time to run: built apart, the rest takes g++ a third of the time.
@@ -37,13 +37,11 @@ def prepare(device):
 def use_decode_kernels(model):
     """Let a model use kernels for a decode step. On a CPU generate.load_model has done so already."""
     if model.device.type == "cpu":
-        decode_modules.use_skinny_gemm(model)
+        stand_ins.use_kernels(model)
         return
-    from ladder.kernels.gpu.split_attention import split_attend  # late: it imports the compiler
+    from ladder.kernels.gpu import split_attention  # late: it imports the compiler
 
-    for module in model.modules():
-        if type(module) is Attention and module.head_dim % 16 == 0 and not module.score_cap:
-            module.attend = split_attend
+    registry.use(split_attention.KERNELS)
 
 
 def compiled(model, decode, prefill):
@@ -61,6 +59,7 @@ def compiled(model, decode, prefill):
     # One graph for any cache_length, an argument of Transformer.forward; all else is fixed. So each shape of a cache
     # has its own, and who serves many must not run out of them. Both settings are global.
     torch.compiler.config.dynamic_sources = "L['cache_length']"
+    torch._dynamo.config.skip_nnmodule_hook_guards = False  # else hooks that are added later would be ignored
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
     if model.device.type == "cuda":
         return compiled_graphs(model), prefill_model

@@ -1,19 +1,33 @@
-"""Collectives as operators that the compiler does not look into, and so cannot reorder."""
+"""Collectives as operators that the compiler does not look into, and so cannot reorder.
+
+The compiler keeps only the order that data imply. In p0 = start(h0(x)); p1 = start(h1(x)); x = x + wait(p0), no data
+say that the wait comes after p1's start: it could move before h1, and p0 would travel behind nothing. The operator
+settle(x, p0, p1), which the compiler cannot look into, takes p1 as an input that it ignores. So the wait comes after
+p1's start, and the next h, which reads the result, after both.
+"""
 
 import torch
+
+from ladder.kernels import registry
+from ladder.kernels.registry import Kernel
 
 torch.library.define("ladder::settle", "(Tensor x, Tensor? pending, Tensor? after) -> Tensor")
 torch.library.register_fake("ladder::settle", lambda x, pending, after: torch.empty_like(x))
 
 
-@torch.library.impl("ladder::settle", "default")
-def _settle(x, pending, after):
-    """Return x + wait(pending), or a copy of x if pending is None.
-
-    `after` is only a dependency: tp.TensorParallel.settle says why. Where the ranks of CPUs share memory,
-    shared_memory.cpp has an operator that does the same.
-    """
+def settle_in_order(x, pending, after):
+    """Return x + wait(pending), or a copy of x if pending is None. `after` is only a dependency."""
     return x.clone() if pending is None else x + torch.ops._c10d_functional.wait_tensor(pending)
+
+
+torch.library.impl("ladder::settle", "default", lambda *arguments: settle_in_order(*arguments))
+SETTLE_IN_ORDER = "ladder.kernels.ordered.settle_in_order"
+
+
+def settle_operator():
+    """Return the operator that does what settle_in_order does: that of shared_memory.cpp, if it is loaded, or ours."""
+    in_cpp = hasattr(torch.ops.ladder, "settle_in_cpp") and registry.is_unchanged(SETTLE_IN_ORDER)
+    return torch.ops.ladder.settle_in_cpp if in_cpp else torch.ops.ladder.settle
 
 
 torch.library.define("ladder::wait_after", "(Tensor(a!) pending, Tensor after) -> ()")
@@ -40,3 +54,29 @@ def _gather(part, tp_size, group):
     ops = torch.ops._c10d_functional
     [parts] = ops.all_gather_into_tensor_coalesced([part.contiguous()], tp_size, group)
     return ops.wait_tensor(parts).unflatten(0, (tp_size, -1))
+
+
+# ---- What stands in for tp.TensorParallel's plain functions ----------------------------------------------------------
+
+
+def settle(self, x, pending, newer=()):
+    """Return x + the sum; when compiled, the wait comes after the last of the `newer` starts."""
+    in_cpp = self.settle_operator is not torch.ops.ladder.settle
+    if not newer or not (in_cpp or torch.compiler.is_compiling()):
+        return None
+    if x.is_cuda:  # the compiler fuses the + with the next norm; on a CPU there is nothing to gain by that
+        torch.ops.ladder.wait_after(pending, newer[-1])  # declared to modify `pending`, so the + stays behind it
+        return x + pending
+    return self.settle_operator(x, pending, newer[-1])
+
+
+def pin(self, x, newer):
+    """Return a copy of x that, when compiled, comes after the last of the `newer` starts."""
+    return self.settle_operator(x, None, newer[-1]) if torch.compiler.is_compiling() else None
+
+
+WAIT = ("tp.TensorParallel.wait",)
+KERNELS = [
+    Kernel("tp.TensorParallel.settle", settle, "the order of compiled code is kept, so that more overlaps", WAIT),
+    Kernel("tp.TensorParallel.pin", pin, "the order of compiled code is kept, so that more overlaps"),
+]

@@ -1,27 +1,47 @@
-"""Which kernels multiply by the integers of a model's QuantLinears."""
+"""Which kernels multiply by the integers of a model's QuantLinears, and the orders in which these want them."""
 
 import torch
 
-from ladder.kernels import quant_linear
+from ladder.kernels import registry
 from ladder.kernels.cpu import skinny_gemm
-from ladder.kernels.gpu import fp8, integers
-from ladder.kernels.quant_linear import QuantLinear
+from ladder.kernels.gpu import integers
+from ladder.kernels.quant_linear import QuantLinear, multiply_int8, multiply_packed
+from ladder.kernels.registry import Kernel
 
-# {(quant, set): function that gives a kernel to those of a list of QuantLinears that fit, and packs them for it}
-KERNELS = {
-    ("int8", "cpu"): quant_linear.use_int8,  # where skinny_gemm.cpp cannot be built
-    ("int8", "skinny_gemm"): skinny_gemm.use_integers,
-    ("int4", "skinny_gemm"): skinny_gemm.use_integers,
-    ("int8", "cuda"): integers.use_int8,
-    ("int4", "cuda"): integers.use_int4,
-    ("fp8", "cuda"): fp8.use_scaled_mm,
+FORWARD = "ladder.kernels.quant_linear.QuantLinear.forward"
+STORED = "ladder.kernels.quant_linear.QuantLinear.stored"
+PACKED = Kernel(FORWARD, multiply_packed, "integers are read as such, not made floats of", (STORED,))
+KERNELS = {  # {set: its Kernels}
+    "cpu": [
+        Kernel(FORWARD, multiply_int8, "a few rows take PyTorch's int8 kernel", (STORED,))
+    ],  # without skinny_gemm.cpp
+    "skinny_gemm": [PACKED],
+    "cuda": [PACKED, *integers.KERNELS],
+}
+PACKERS = {  # {(quant, set): function that packs those of a list of QuantLinears that fit}
+    ("int8", "skinny_gemm"): skinny_gemm.pack_all,
+    ("int4", "skinny_gemm"): skinny_gemm.pack_all,
+    ("int4", "cuda"): integers.pack_int4,
 }
 
 
-def use_kernels(model, kernel_set):
-    """Let the QuantLinears of a model in bfloat16 use the kernels of a set, where there are any."""
+def use_on_gpu(model):
+    """Let the kernels for integers and experts stand in on a GPU, and pack integers for them."""
+    if registry.is_off():
+        return
+    if model.config.n_experts:
+        from ladder.layers import experts
+
+        registry.use(experts.GPU_KERNELS)
+    if model.config.quant and model.dtype == torch.bfloat16:
+        pack(model, "cuda")
+        registry.use(KERNELS["cuda"])
+
+
+def pack(model, kernel_set):
+    """Pack the QuantLinears of a model in bfloat16 for the kernels of a set, where there are any."""
     linears = [module for module in model.modules() if type(module) is QuantLinear]
-    for quant in ("int8", "int4", "fp8"):
+    for quant in ("int8", "int4"):
         own = [linear for linear in linears if linear.quant == quant]
-        if own and (quant, kernel_set) in KERNELS and model.dtype == torch.bfloat16:
-            KERNELS[quant, kernel_set](own)
+        if own and (quant, kernel_set) in PACKERS and model.dtype == torch.bfloat16:
+            PACKERS[quant, kernel_set](own)

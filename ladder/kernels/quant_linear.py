@@ -1,6 +1,6 @@
-"""QuantLinear, a linear whose weights are integers of 8 or 4 bits or floats of 8, with its plainest kernels.
+"""QuantLinear, a linear whose weights are integers of 8 or 4 bits or floats of 8.
 
-quant_kernels.py lists all kernels.
+Its plain function makes floats of the integers, in any dtype and on any device. quant_kernels.py lists the kernels.
 
 W[n, k] = scales[n, g] q[n, k] + zeros[n, g], where q are the integers and g is the group of column k.
 
@@ -13,10 +13,14 @@ Shape letters: N rows and K columns of W, G groups in a row.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from ladder.kernels.registry import plain, say_once
 
 DEQUANTIZED_AT_ONCE = 2**19  # elements of W that become floats at a time: they are still in the cache when multiplied
 FP8_MAX = 448.0  # of e4m3
@@ -50,12 +54,27 @@ def unpack(weight):
     return torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)
 
 
-class QuantLinear(nn.Module):
-    """x (..., K) -> x W^T + bias (..., N), computed by `kernel`.
+class Layout(NamedTuple):
+    """How a kernel stores the integers of a QuantLinear, in its parameter `packed` instead of the checkpoint's."""
 
-    weight (N, K) int8 or e4m3 or (N, K / 2) uint8, scales and zeros (N, G) are as the checkpoint stores them, until
-    quant_kernels.use_kernels packs them for another kernel. If it holds the matrices of E experts, these shapes, and
-    the bias's, begin with E; then it is not called, but read by the kernel of the experts.
+    name: str  # of the kernel
+    multiply: Callable  # (x, linear) -> y, or None where it stands back
+    unpack: Callable  # linear -> (weight, scales, zeros) as the checkpoint stores them
+
+
+STORED = "weight", "scales", "zeros"  # the parameters of a QuantLinear that is not packed
+
+
+class QuantLinear(nn.Module):
+    """x (..., K) -> x W^T + bias (..., N).
+
+    weight (N, K) int8 or e4m3 or (N, K / 2) uint8, scales and zeros (N, G) are as the checkpoint stores them. A weight
+    in float32, float16 or bfloat16 that is put in their place is W itself. If it holds the matrices of E experts, these
+    shapes, and the bias's, begin with E; then it is not called, but read by Experts.
+
+    A kernel may want the integers in another order: then they are in `packed`, in its Layout. Whoever reads or sets
+    weight, scales or zeros unpacks them, so that what is done to them takes effect; the kernel is off from then on, up
+    to the next quant_kernels.pack.
     """
 
     def __init__(self, shape, quant, group_size, bias=False):
@@ -63,6 +82,7 @@ class QuantLinear(nn.Module):
         *rows, K = shape
         self.out_features, self.in_features, self.bits = rows[-1], K, 4 if quant == "int4" else 8
         self.quant = quant
+        self.layout = None  # of `packed`, a Layout
         dtype = {"int4": torch.uint8, "fp8": torch.float8_e4m3fn}.get(quant, torch.int8)
         shape = (*rows, K // 2) if self.bits == 4 else shape
         shape_of_scales = (*rows, K // group_size if self.bits == 4 else 1)
@@ -70,17 +90,56 @@ class QuantLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
         self.scales = nn.Parameter(groups, requires_grad=False)
         self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if self.bits == 4 else None
-        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
-        # (x, this QuantLinear) -> y; quant_kernels.use_kernels chooses another one
-        self.kernel = multiply_fp8 if quant == "fp8" else multiply_floats
+        self.register_parameter("bias", nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None)
+
+    @plain
+    def forward(self, x):
+        multiply = multiply_fp8 if self.quant == "fp8" else multiply_floats
+        return multiply(x, self)
+
+    def stored(self):
+        """Return (weight, scales, zeros or None) as the checkpoint stores them; new tensors if they are packed."""
+        return self.layout.unpack(self) if self.layout else (self.weight, self.scales, self.zeros)
 
     def rows(self, index, dtype=None):
-        """Return the rows of W at `index` as floats, by default in the scales' dtype; W must not be packed."""
-        zeros = None if self.zeros is None else self.zeros[index]
-        return dequantize(self.weight[index], self.scales[index], zeros, dtype)
+        """Return the rows of W at `index` as floats, by default in the scales' dtype."""
+        return floats(self.stored(), index, dtype)
 
-    def forward(self, x):
-        return self.kernel(x, self)
+    def pack(self, layout, **packed):
+        """Replace weight, scales and zeros by other parameters, in the Layout of a kernel."""
+        for name in STORED:
+            self._parameters.pop(name, None)
+        for name, tensor in packed.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.layout = layout
+
+    def unpack(self):
+        """Turn the integers back into weight, scales and zeros."""
+        stored = self.layout.unpack(self)
+        for name in [name for name in self._parameters if name.startswith("packed")]:
+            del self._parameters[name]
+        self.layout = None
+        for name, tensor in zip(STORED, stored, strict=True):
+            setattr(self, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+
+    def _unpack_for(self, name):
+        if name in STORED and self.__dict__.get("layout") is not None:
+            kernel = self.layout.name
+            say_once(f"{name} of a QuantLinear was asked for: it is unpacked and runs as written, without {kernel}")
+            self.unpack()
+
+    def __getattr__(self, name):
+        self._unpack_for(name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name, value):
+        self._unpack_for(name)
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        if f"{prefix}weight" in state:
+            self._unpack_for("weight")
+        super()._load_from_state_dict(state, prefix, *args)
 
 
 class QuantEmbedding(QuantLinear):
@@ -90,7 +149,18 @@ class QuantEmbedding(QuantLinear):
         return self.rows(tokens, torch.float32)
 
 
-# ---- The kernels -----------------------------------------------------------------------------------------------------
+# ---- What the plain function does ------------------------------------------------------------------------------------
+
+
+def floats(stored, index=slice(None), dtype=None):
+    """Return rows of W as floats, by default in the scales' dtype. stored: (weight, scales, zeros or None) of a linear.
+
+    A weight in floats of 16 or 32 bits, which somebody put there, is W itself.
+    """
+    weight, scales, zeros = stored
+    if weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return weight[index].to(dtype or weight.dtype)
+    return dequantize(weight[index], scales[index], None if zeros is None else zeros[index], dtype)
 
 
 def add_bias(y, linear):
@@ -99,10 +169,11 @@ def add_bias(y, linear):
 
 def multiply_floats(x, linear):
     """Turn the integers into floats and multiply by those, on any device and in any dtype."""
+    stored = linear.stored()
     N, K = max(1, linear.out_features), linear.in_features  # a rank may have no rows of the output head
     # the compiler makes one loop of it anyway; on a GPU each piece would take two more launches
     step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, DEQUANTIZED_AT_ONCE // K)
-    y = torch.cat([F.linear(x, linear.rows(slice(i, i + step), x.dtype)) for i in range(0, N, step)], dim=-1)
+    y = torch.cat([F.linear(x, floats(stored, slice(i, i + step), x.dtype)) for i in range(0, N, step)], dim=-1)
     return add_bias(y, linear)
 
 
@@ -115,26 +186,35 @@ def to_fp8(x):
 
 def multiply_fp8(x, linear):
     """Compute what gpu/fp8.py does, on any device and in any dtype, but slowly, in float32: products are exact."""
+    weight, scales, _ = linear.stored()
+    if weight.dtype != torch.float8_e4m3fn:
+        return multiply_floats(x, linear)
     N, K = max(1, linear.out_features), linear.in_features
     step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, DEQUANTIZED_AT_ONCE // K)
-    q, scales = to_fp8(x)
-    rows = [F.linear(q.float(), linear.weight[i : i + step].float()) for i in range(0, N, step)]
-    return add_bias((torch.cat(rows, dim=-1) * scales * linear.scales[:, 0].float()).type_as(x), linear)
+    q, scales_of_x = to_fp8(x)
+    rows = [F.linear(q.float(), weight[i : i + step].float()) for i in range(0, N, step)]
+    return add_bias((torch.cat(rows, dim=-1) * scales_of_x * scales[:, 0].float()).type_as(x), linear)
 
 
-def multiply_int8(x, linear):
-    """Multiply up to INT8_KERNEL_ROWS rows with PyTorch's kernel for CPUs, more by floats."""
-    K = linear.in_features
-    if x.numel() > INT8_KERNEL_ROWS * K:
-        return multiply_floats(x, linear)
-    y = torch._weight_int8pack_mm(x.reshape(-1, K), linear.weight, linear.scales[:, 0])
+# ---- Kernels that stand in for QuantLinear.forward -------------------------------------------------------------------
+
+
+def multiply_packed(linear, x):
+    """Multiply by the kernel in whose Layout the integers are."""
+    return linear.layout and linear.layout.multiply(x, linear)
+
+
+def multiply_int8(linear, x):
+    """Multiply up to INT8_KERNEL_ROWS rows in bfloat16 by PyTorch's kernel for CPUs."""
+    parameters, K = linear._parameters, linear.in_features
+    weight, scales = parameters.get("weight"), parameters.get("scales")
+    known = type(linear) is QuantLinear and weight is not None and weight.dtype == torch.int8 and weight.dim() == 2
+    if not known or x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.numel() > INT8_KERNEL_ROWS * K:
+        return None
+    if K % 16 or not linear.out_features:  # PyTorch's kernel (2.13) would read out of bounds
+        return None
+    y = torch._weight_int8pack_mm(x.reshape(-1, K), weight, scales[:, 0])
     return add_bias(y.view(*x.shape[:-1], -1).type_as(x), linear)
-
-
-def use_int8(linears):
-    for linear in linears:
-        if linear.in_features % 16 == 0 < linear.out_features:  # else PyTorch's kernel (2.13) reads out of bounds
-            linear.kernel = multiply_int8
 
 
 # ---- Quantizing a model ----------------------------------------------------------------------------------------------

@@ -57,7 +57,9 @@ def silent_loop(x, sublayers, comm, config):
 LANE_WIRINGS = {
     "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True),
     "spd-ladder": Wiring("spd, one block late", (attention_into_mlp,), stale=1, depends_on_lanes=True),
-    "delayed": Wiring("a ladder, but own partials are on time", loop=delayed_loop, stale=1, depends_on_lanes=True),
+    "delayed": Wiring(
+        "a ladder, but own partials are on time", loop=delayed_loop, stale=1, n_means="layers", depends_on_lanes=True
+    ),
     "desync": Wiring("only every n-th sum (n=2)", loop=desynced_loop, n_means="period", depends_on_lanes=True),
     "upper-bound": Wiring("no sums: a bound on speed", loop=silent_loop, n_means=None, depends_on_lanes=True),
     "laneformer": LANEFORMER,

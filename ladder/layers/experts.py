@@ -7,7 +7,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ladder.kernels.quant_linear import dequantize
+from ladder.kernels import quant_linear
+from ladder.kernels.registry import Kernel, plain
+from model import NeverCalled
 
 FEW_TOKENS = 128  # up to so many, a GPU multiplies all tokens by all experts as fast as it reads the experts
 
@@ -23,7 +25,7 @@ def floats(matrices, dtype, index=slice(None)):
     matrices: [weight] of all experts, or [integers, scales, zeros] as quant_linear.py defines them.
     """
     chosen = [tensor[index] for tensor in matrices]
-    return chosen[0] if len(chosen) == 1 else dequantize(*chosen, dtype=dtype)
+    return chosen[0] if len(chosen) == 1 else quant_linear.floats((*chosen, None)[:3], dtype=dtype)
 
 
 def gated(gate, up, biases):
@@ -34,6 +36,7 @@ def gated(gate, up, biases):
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 
 
+@plain
 def experts(x, chosen, w1, w3, w2, biases=()):
     """Return w2 gated(w1 x, w3 x) as (T, k, D): for each token of x (T, D), of each of its chosen experts (T, k).
 
@@ -92,23 +95,36 @@ def every(x, chosen, w1, w3, w2, biases=()):
     return y[chosen, torch.arange(len(x), device=x.device)[:, None]]
 
 
-torch.library.impl("ladder::experts", "default", experts)
-torch.library.impl("ladder::experts", "CUDA", experts_on_a_gpu)
+# looks `experts` up at each call, and so what somebody has put in its place
+torch.library.impl("ladder::experts", "default", lambda *arguments: experts(*arguments))
 
 
-# ---- The module and its kernels (x, chosen, w1, w3, w2) -> y, where w1, w3 and w2 are modules ------------------------
+# ---- The module ------------------------------------------------------------------------------------------------------
 
 
+@plain
 def multiply(x, chosen, w1, w3, w2):
-    """Compute what experts() does, on any device, in the way that suits it."""
-    compute = torch.ops.ladder.experts
-    in_graph = torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    if x.is_cuda and in_graph and len(x) <= FEW_TOKENS:
-        # an H100 gathers E experts in the time in which it reads all E once, and 2 E of integers, which become floats
-        break_even = len(w1.weight) * (1 if w1.weight.is_floating_point() else 2)
-        compute = gathered if chosen.numel() < break_even else every
-    matrices = ([p for name, p in w.named_parameters() if name != "bias"] for w in (w1, w3, w2))
+    """Compute what experts() does by an operator, so that the compiler need not look into it. w1, w3, w2: modules."""
+    return torch.ops.ladder.experts(x, chosen, *map(list_matrices, (w1, w3, w2)), list_biases(w1, w3, w2))
+
+
+def multiply_in_graph(x, chosen, w1, w3, w2):
+    """Compute what experts() does for few tokens on a GPU, by functions that the compiler or a CUDA graph may hold."""
+    in_graph = x.is_cuda and (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
+    if not in_graph or len(x) > FEW_TOKENS:
+        return None
+    # an H100 gathers E experts in the time in which it reads all E once, and 2 E of integers, which become floats
+    matrices = [list_matrices(w) for w in (w1, w3, w2)]
+    break_even = len(matrices[0][0]) * (1 if len(matrices[0]) == 1 else 2)
+    compute = gathered if chosen.numel() < break_even else every
     return compute(x, chosen, *matrices, list_biases(w1, w3, w2))
+
+
+def list_matrices(module):
+    """Return [weight] of ExpertMatrices, or [integers, scales, zeros] of a QuantLinear."""
+    if isinstance(module, ExpertMatrices):
+        return [module.weight]
+    return [tensor for tensor in module.stored() if tensor is not None]
 
 
 def list_biases(*modules):
@@ -126,10 +142,10 @@ def make_differentiable(model, compiles):
     kernel = torch.compiler.disable(multiply_with_gradient) if compiles else multiply_with_gradient
     for module in model.modules():
         if type(module) is Experts:
-            module.kernel = kernel
+            module.compute = kernel
 
 
-class ExpertMatrices(nn.Module):
+class ExpertMatrices(NeverCalled):
     """A matrix for each of E experts, as one weight (E, out_features, in_features); perhaps with a bias (E, out)."""
 
     def __init__(self, in_features, out_features, n_experts, bias=False):
@@ -147,8 +163,20 @@ class Experts(nn.Module):
         self.w1 = ExpertMatrices(dim, neurons, n_experts, bias)
         self.w3 = ExpertMatrices(dim, neurons, n_experts, bias)
         self.w2 = ExpertMatrices(neurons, dim, n_experts, bias)
-        self.kernel = multiply  # skinny_gemm.cpp and training choose another one
+        self.compute = multiply  # or multiply_with_gradient, for training
 
+    @plain
     def forward(self, x, chosen):
         """Return the outputs (T, k, D) of the experts `chosen` (T, k) by the tokens x (T, D)."""
-        return self.kernel(x, chosen, self.w1, self.w3, self.w2)
+        return self.compute(x, chosen, self.w1, self.w3, self.w2)
+
+
+def if_on_a_gpu(x, *arguments):
+    return experts_on_a_gpu(x, *arguments) if x.is_cuda else None
+
+
+EXPERTS = "ladder.layers.experts.experts"
+GPU_KERNELS = [
+    Kernel(EXPERTS, if_on_a_gpu, "all experts are one call"),
+    Kernel("ladder.layers.experts.multiply", multiply_in_graph, "few tokens fit a graph", (EXPERTS,)),
+]

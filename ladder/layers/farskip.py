@@ -55,8 +55,9 @@ def farskip_loop(x, sublayers, comm, config, early=APART):
 
 
 FARSKIP = Wiring(
-    "a ladder that misses no shared expert (of a mixture)", APART, stale=1, loop=farskip_loop, rest_waits=True
-)
+    "a ladder that misses no shared expert (of a mixture)", APART, stale=1, loop=farskip_loop, rest_waits=True,
+    n_means="layers",
+)  # fmt: skip
 
 
 def only_early(sublayer, name):

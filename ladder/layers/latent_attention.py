@@ -26,7 +26,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder.errors import InputError
+from ladder.kernels.registry import plain
 from ladder.layers.attention_inputs import rotate, unpaired
+from ladder.layers.norms import RMSNorm
+from model import Linear
 
 HF_KEYS = {  # {a key of Config.latent_attention: Hugging Face's key}
     "query_rank": "q_lora_rank", "latent_dim": "kv_lora_rank", "key_dim": "qk_nope_head_dim",
@@ -53,14 +56,14 @@ class LatentAttention(nn.Module):
         rank, L, X, R, Y = (config.latent_attention[name] for name in HF_KEYS)
         N, self.sizes, self.scale = config.n_heads, (L, X, R, Y), (X + R) ** -0.5  # scale: of the scores
         if rank:
-            self.wq_a, self.q_a_norm = nn.Linear(config.dim, rank, bias=False), nn.RMSNorm(rank, LATENT_EPS)
-            self.wq_b = nn.Linear(rank, N * (X + R), bias=False)
+            self.wq_a, self.q_a_norm = Linear(config.dim, rank, bias=False), RMSNorm(rank, LATENT_EPS)
+            self.wq_b = Linear(rank, N * (X + R), bias=False)
         else:
-            self.wq = nn.Linear(config.dim, N * (X + R), bias=False)
-        self.wkv_a, self.kv_a_norm = nn.Linear(config.dim, L + R, bias=False), nn.RMSNorm(L, LATENT_EPS)
-        self.wkv_b = nn.Linear(L, N * (X + Y), bias=False)
-        self.wgate = nn.Linear(config.dim, N * Y, bias=False) if config.attention_gate else None
-        self.wo = nn.Linear(N * Y, config.dim, bias=False)
+            self.wq = Linear(config.dim, N * (X + R), bias=False)
+        self.wkv_a, self.kv_a_norm = Linear(config.dim, L + R, bias=False), RMSNorm(L, LATENT_EPS)
+        self.wkv_b = Linear(L, N * (X + Y), bias=False)
+        self.wgate = Linear(config.dim, N * Y, bias=False) if config.attention_gate else None
+        self.wo = Linear(N * Y, config.dim, bias=False)
         # From so many queries on, "expanded" takes fewer multiplications of a head and key, (X + R + Y) S + L (X + Y)
         # against (2 L + R) S: from 143 on for Instella-MoE, from 171 on for DeepSeek V3.
         self.most_absorbed = L * (X + Y) // (2 * L - X - Y) if 2 * L > X + Y else 2**30
@@ -74,6 +77,7 @@ class LatentAttention(nn.Module):
         y = self.attend(q, self.wkv_a(x), metadata, cache)
         return self.wo(y if self.wgate is None else y * self.wgate(x).sigmoid())
 
+    @plain
     def attend(self, q, kv, metadata, cache):
         """Return the heads' outputs (B, S, N Y). q: (B, S, N (X + R)), kv: latents and shared keys (B, S, L + R)."""
         (B, S, _), (L, X, R, Y) = q.shape, self.sizes
@@ -89,7 +93,7 @@ class LatentAttention(nn.Module):
             cache[0][metadata.rows, :, metadata.positions] = cached.transpose(1, 2)
             if mask is not None:  # else each row begins here, and the keys are those of this pass
                 cached = cache[0][:, :, : mask.shape[-1]]
-        if mask is not None and q.shape[2] <= self.most_absorbed:
+        if mask is not None and self.absorbs(q.shape[2]):
             y = self.attend_to_latents(q, cached, metadata)
         else:
             expanded, N = self.wkv_b(cached[:, 0, :, :L]), q.shape[1]  # (B, T', N X + N Y)
@@ -100,6 +104,13 @@ class LatentAttention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, scale=self.scale, **visible)[..., :Y]
         return y.transpose(1, 2).flatten(2)
 
+    def absorbs(self, queries):
+        """Return whether so many queries attend to latents. What hooks or wraps wkv_b runs only where it is called."""
+        weight_alone = type(self.wkv_b) is Linear and self.wkv_b.bias is None
+        hooks = weight_alone and (self.wkv_b._forward_hooks or self.wkv_b._forward_pre_hooks)
+        return weight_alone and not hooks and queries <= self.most_absorbed
+
+    @plain
     def attend_to_latents(self, q, cached, metadata):
         """Return the heads' outputs (B, N, S, Y), "absorbed". q: (B, N, S, X + R), cached: (B, 1, T', L + R)."""
         L, X, R, _ = self.sizes
@@ -111,11 +122,13 @@ class LatentAttention(nn.Module):
         y = (scores.flatten(1, 2) @ cached[:, 0, :, :L]).unflatten(1, q.shape[1:3])  # (B, N, S, L)
         return self.to_values(y)
 
+    @plain
     def to_latents(self, q):
         """Return K_n^T q of each head (B, N, S, L) for q (B, N, S, X)."""
         N, X = q.shape[1], q.shape[3]
         return torch.einsum("bnsx,nxl->bnsl", q, self.wkv_b.weight[: N * X].unflatten(0, (N, X)))
 
+    @plain
     def to_values(self, y):
         """Return V_n y of each head (B, N, S, Y) for y (B, N, S, L)."""
         N, Y = y.shape[1], self.sizes[3]

@@ -11,6 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder.errors import InputError
+from ladder.layers.norms import RMSNorm
+from model import Linear
 
 HF_KEYS = {  # {a key of Config.linear_attention: Hugging Face's key}
     "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads", "key_dim": "linear_key_head_dim",
@@ -90,12 +92,12 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         K, V, X, Y, W = (config.linear_attention[name] for name in HF_KEYS)
         self.sizes = V // K, X, Y
-        self.wqkvz = nn.Linear(config.dim, 2 * K * X + 2 * V * Y, bias=False)
-        self.wba = nn.Linear(config.dim, 2 * V, bias=False)
+        self.wqkvz = Linear(config.dim, 2 * K * X + 2 * V * Y, bias=False)
+        self.wba = Linear(config.dim, 2 * V, bias=False)
         self.conv = nn.Parameter(torch.empty(2 * K * X + V * Y, W))
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(V)), nn.Parameter(torch.empty(V))
-        self.out_norm = nn.RMSNorm(Y, config.norm_eps)
-        self.wout = nn.Linear(V * Y, config.dim, bias=False)
+        self.out_norm = RMSNorm(Y, config.norm_eps)
+        self.wout = Linear(V * Y, config.dim, bias=False)
 
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D).

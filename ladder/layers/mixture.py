@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ladder.errors import InputError
 from ladder.layers.experts import Experts
 from ladder.layers.farskip import APART
-from model import FeedForward
+from model import FeedForward, Linear
 
 # {Config.router: the scores of float32 logits}. All but "softmax" compute the logits in float32, too.
 ROUTERS = {"softmax": lambda x: x.softmax(-1), "softmax in float32": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
@@ -28,12 +28,12 @@ class MoE(nn.Module):
         dim, E = config.dim, config.n_experts
         self.k, self.renormalize, self.scale = config.experts_per_token, config.renormalize_experts, config.expert_scale
         self.groups, self.chosen_groups, self.score_kind = config.expert_groups, config.chosen_groups, config.router
-        self.router = nn.Linear(dim, E, config.mlp_bias)
+        self.router = Linear(dim, E, config.mlp_bias)
         # added to sigmoid scores for the choice alone, so that training could balance the experts
         self.expert_bias = nn.Parameter(torch.empty(E)) if config.router == "sigmoid" else None
         self.experts = Experts(dim, config.expert_size, E, config.mlp_bias)
         self.shared_expert = FeedForward(dim, config.shared_expert_size) if config.shared_expert_size else None
-        self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_expert_gate else None
+        self.shared_gate = Linear(dim, 1, bias=False) if config.shared_expert_gate else None
 
     def choose(self, tokens):
         """Return (weights (T, k) float32, chosen experts (T, k)) of tokens (T, D)."""

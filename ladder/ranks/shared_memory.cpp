@@ -238,7 +238,7 @@ void join_memory(int64_t fd, int64_t rank, int64_t size, int64_t slots, int64_t 
   group.release();  // PyTorch knows groups by name, and does not keep them: this one lives as long as the process
 }
 
-// See tp.py: this one needs no Python, whose operators take longer than a small all-reduce.
+// What ladder/kernels/ordered.py does without Python, whose operators take longer than a small all-reduce.
 at::Tensor settle(
     const at::Tensor& x, const std::optional<at::Tensor>& pending, const std::optional<at::Tensor>& after) {
   if (!pending) return x.clone();
@@ -251,12 +251,10 @@ at::Tensor settle(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
+  const std::string schema = "settle_in_cpp(Tensor x, Tensor? pending, Tensor? after) -> Tensor";
+  library.def(schema.c_str(), torch::dispatch(c10::DispatchKey::CPU, settle));
   library.def("join_memory(int fd, int rank, int size, int slots, int slot_bytes, str name) -> ()", join_memory);
   library.def("memory_lost_peer() -> bool", []() -> bool { return a_peer_died; });
   library.def("memory_progress() -> int", []() -> int64_t { return pieces_written; });
   library.def("memory_abandon() -> ()", [] { abandoned = true; });
-}
-
-TORCH_LIBRARY_IMPL(ladder, CPU, library) {
-  library.impl("settle", settle);
 }

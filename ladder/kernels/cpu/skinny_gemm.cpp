@@ -16,6 +16,7 @@
 #include <omp.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <numeric>
 #include <optional>
@@ -65,9 +66,10 @@ constexpr auto kBlocks = []<int... M>(std::integer_sequence<int, M...>) {
 }(std::make_integer_sequence<int, kMost>());
 
 // x (M, K) times the matrices of its groups, of one W (N, K) or several (E, N, K).
-at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, const std::vector<Group>& groups) {
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& matrix, const std::vector<Group>& groups) {
+  const at::Tensor weight = matrix.contiguous();  // usually it is
   const int64_t N = weight.size(-2), K = weight.size(-1);
-  TORCH_CHECK(K > 0 && x.size(-1) == K && weight.is_contiguous(), "skinny_gemm takes x (..., K), a contiguous W (N, K)");
+  TORCH_CHECK(K > 0 && x.size(-1) == K, "skinny_gemm takes x (..., K) and W (N, K), not W ", weight.sizes());
   at::Tensor result = empty_product(x, N);
   const uint16_t *w = data(weight), *from = data(x);
   BF16* y = result.data_ptr<BF16>();
@@ -96,6 +98,43 @@ at::Tensor skinny_gemm_heads(const at::Tensor& input, const at::Tensor& weight) 
   std::vector<Group> groups;
   for (int64_t n = 0; n < x.size(0); n++) groups.push_back({n, n * x.size(1), (n + 1) * x.size(1)});
   return multiply(x, weight, groups);
+}
+
+// x (N, M, X) times W (N, X, L), each of N heads its own: here the rows of W are added up, and it is read as it lies.
+at::Tensor skinny_gemm_heads_mT(const at::Tensor& input, const at::Tensor& matrices) {
+  TORCH_CHECK(
+      input.dim() == 3 && matrices.dim() == 3 && input.size(0) == matrices.size(0) && input.size(2) == matrices.size(1),
+      "skinny_gemm_heads_mT takes x (N, M, X) and W (N, X, L)");
+  const at::Tensor x = input.contiguous(), weight = matrices.contiguous();
+  const int64_t N = x.size(0), M = x.size(1), X = x.size(2), L = weight.size(2);
+  constexpr int64_t kVectors = kLanes == 8 ? 4 : 8, kWide = kVectors * kLanes;
+  const int64_t pieces = (L + kWide - 1) / kWide;
+  at::Tensor result = empty_product(x, L);
+  uint16_t* y = static_cast<uint16_t*>(result.data_ptr());
+  const BF16* from = x.const_data_ptr<BF16>();
+  const uint16_t* w = data(weight);
+  at::parallel_for(0, N * pieces, std::max<int64_t>(1, 32768 / (X * kWide)), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t n = i / pieces, first = i % pieces * kWide, count = std::min(kWide, L - first);
+      for (int64_t m = 0; m < M; m++) {
+        Sums sums[kVectors] = {};
+        for (int64_t k = 0; k < X; k++) {
+          const float factor = from[(n * M + m) * X + k];
+          const uint16_t* row = w + (n * X + k) * L + first;
+#pragma GCC unroll 8
+          for (int64_t c = 0; c < kVectors; c++) {
+            const int64_t left = std::clamp<int64_t>(count - c * kLanes, 0, kLanes);
+            if (left) sums[c] += factor * load_floats(row + c * kLanes, left);
+          }
+        }
+        for (int64_t c = 0; c < kVectors; c++) {
+          const int64_t left = std::clamp<int64_t>(count - c * kLanes, 0, kLanes);
+          if (left) store(sums[c], y + (n * M + m) * L + first + c * kLanes, left);
+        }
+      }
+    }
+  });
+  return result;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -265,31 +304,37 @@ at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int6
 // Attention of a few new positions in each row of a batch
 
 // Turn queries q (B, K, G, S, H) and keys k (B, K, S, H) at positions (B, S) by cos, sin (B, 1, 1, S, R / 2), as
-// attention_inputs.rotate does, and write keys and values v (B, K, S, V) to the caches (B, K, T, H) and (B, K, T, V).
-// Returns the queries.
+// attention_inputs.rotate does, and write keys and values v (B, K, S, V) to the rows (B, 1) of the caches (B, K, T, H) and
+// (B, K, T, V). Returns the queries.
 at::Tensor rotate_into_cache(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cosines, const at::Tensor& sines,
-    const at::Tensor& positions, const at::Tensor& keys, const at::Tensor& values) {
+    const at::Tensor& rows, const at::Tensor& positions, const at::Tensor& keys, const at::Tensor& values) {
   const int64_t B = q.size(0), K = q.size(1), G = q.size(2), S = q.size(3), H = q.size(4), T = keys.size(2);
   const int64_t R = cosines.size(-1), V = v.size(-1);
+  const int64_t cached = keys.size(0);  // rows of the cache
   auto fits = [](const at::Tensor& t, at::IntArrayRef shape) { return t.sizes() == shape && t.stride(-1) == 1; };
   TORCH_CHECK(
-      q.stride(-1) == 1 && fits(k, {B, K, S, H}) && fits(v, {B, K, S, V}) && fits(keys, {B, K, T, H}) &&
-          fits(values, {B, K, T, V}) && 2 * R <= H &&
+      q.stride(-1) == 1 && fits(k, {B, K, S, H}) && fits(v, {B, K, S, V}) && fits(keys, {cached, K, T, H}) &&
+          fits(values, {cached, K, T, V}) && 2 * R <= H && rows.numel() == B &&
           fits(cosines, {B, 1, 1, S, R}) && fits(sines, {B, 1, 1, S, R}) && positions.sizes() == at::IntArrayRef({B, S}),
       "rotate_into_cache takes q (B, K, G, S, H), k (B, K, S, H), v (B, K, S, V), cos, sin (B, 1, 1, S, R / 2), a cache");
   const at::Tensor at = positions.contiguous(), cos = cosines.contiguous(), sin = sines.contiguous();
+  const at::Tensor to_rows = rows.contiguous();
   at::Tensor result = at::empty(q.sizes(), q.options());
   uint16_t* y = static_cast<uint16_t*>(result.data_ptr());
   auto cache = [](const at::Tensor& t) { return reinterpret_cast<uint16_t*>(t.data_ptr<BF16>()); };
   uint16_t *k_to = cache(keys), *v_to = cache(values);
   auto turn_one = [&](int64_t i) {
     const int64_t s = i % S, h = i / S % K, b = i / S / K, position = at.const_data_ptr<int64_t>()[b * S + s];
+    const int64_t to = to_rows.const_data_ptr<int64_t>()[b];
     TORCH_CHECK_INDEX(0 <= position && position < T, "position ", position, " is not in a cache of ", T, " slots");
+    TORCH_CHECK_INDEX(0 <= to && to < cached, "row ", to, " is not in a cache of ", cached, " rows");
     const float *c = cos.const_data_ptr<float>() + (b * S + s) * R, *d = sin.const_data_ptr<float>() + (b * S + s) * R;
-    auto row = [&](const at::Tensor& t, int64_t i) { return b * t.stride(0) + h * t.stride(1) + i * t.stride(2); };
-    turn(data(k) + row(k, s), c, d, k_to + row(keys, position), R, H);
-    std::memcpy(v_to + row(values, position), data(v) + row(v, s), V * sizeof(uint16_t));
+    auto row = [&](const at::Tensor& t, int64_t b, int64_t i) {
+      return b * t.stride(0) + h * t.stride(1) + i * t.stride(2);
+    };
+    turn(data(k) + row(k, b, s), c, d, k_to + row(keys, to, position), R, H);
+    std::memcpy(v_to + row(values, to, position), data(v) + row(v, b, s), V * sizeof(uint16_t));
     const uint16_t* from = data(q) + b * q.stride(0) + h * q.stride(1) + s * q.stride(3);
     for (int64_t g = 0; g < G; g++) turn(from + g * q.stride(2), c, d, y + (((b * K + h) * G + g) * S + s) * H, R, H);
   };
@@ -313,25 +358,46 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
   return result;
 }
 
-// q (B, K, S, G, H) at positions (B, S) over the cached keys (B, K, T, H) and values (B, K, T, V), which may be a part of
-// them: each over the last `window` of them up to its own position. sinks (K * G): see skinny_gemm.h. Returns (B, K, S, G, V).
+// The keys that a token attends to: start..stop, or some of these.
+struct Visible {
+  int64_t start, stop;
+  const bool* some;  // none: all of them
+};
+
+// Of each token, by a mask (B, S, T'); without one it attends to all tokens up to itself, of which there are S.
+std::vector<Visible> visible_keys(const bool* mask, int64_t tokens, int64_t S, int64_t T) {
+  std::vector<Visible> visible(tokens);
+  for (int64_t i = 0; i < tokens; i++) {
+    visible[i] = {0, i % S + 1, nullptr};
+    if (!mask) continue;
+    const bool *row = mask + i * T, *end = row + T, *start = std::find(row, end, true);
+    while (end > start && !end[-1]) end--;
+    const bool has_gaps = std::find(start, end, false) != end;
+    visible[i] = {start - row, end - row, has_gaps ? start : nullptr};
+  }
+  return visible;
+}
+
+// q (B, K, S, G, H) over keys (B, K, T, H) and values (B, K, T, V), which may be a part of the cached ones: each over the
+// keys that mask (B, S, T' up to T) lets it see or, without one, over those up to itself. sinks (K * G): see skinny_gemm.h.
+// Returns (B, K, S, G, V).
 at::Tensor decode_attention(
-    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions, int64_t window,
+    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const std::optional<at::Tensor>& mask,
     double scale, const std::optional<at::Tensor>& sinks) {
   const int64_t B = q.size(0), K = q.size(1), S = q.size(2), G = q.size(3), H = q.size(4), T = keys.size(2);
   const int64_t V = values.size(-1), pieces = (G + 3) / 4;  // of the queries of a head, shared out among the threads
   TORCH_CHECK(
       H % 32 == 0 && V % 64 == 0 && T > 0 && keys.stride(2) == H && keys.stride(3) == 1 && values.stride(-1) == 1 &&
           values.sizes() == at::IntArrayRef({B, K, T, V}) && keys.sizes() == at::IntArrayRef({B, K, T, H}) &&
-          positions.sizes() == at::IntArrayRef({B, S}),
+          (mask ? mask->dim() == 3 && mask->size(0) == B && mask->size(1) == S && mask->size(2) <= T : S <= T),
       "decode_attention takes q (B, K, S, G, H), keys (B, K, T, H) whose rows are neighbours, values (B, K, T, V), and "
-      "positions (B, S), where 32 divides H and 64 V");
-  const at::Tensor queries = q.contiguous(), last = positions.contiguous();
+      "mask (B, S, T' up to T), where 32 divides H and 64 V");
+  const at::Tensor queries = q.contiguous(), seen = mask ? mask->contiguous() : at::Tensor();
+  const auto visible = visible_keys(mask ? seen.const_data_ptr<bool>() : nullptr, B * S, S, mask ? mask->size(2) : T);
   const at::Tensor sink = sinks ? sinks->to(at::kFloat).expand({K * G}).contiguous() : at::Tensor();
   const float* s_data = sinks ? sink.const_data_ptr<float>() : nullptr;
   at::Tensor result = empty_product(queries, V);
   const uint16_t *q_data = data(queries), *k_data = data(keys), *v_data = data(values);
-  const int64_t* p_data = last.const_data_ptr<int64_t>();
   BF16* y_data = result.data_ptr<BF16>();
   constexpr std::array kernels = {&attend<1, BF16>, &attend<2, BF16>, &attend<4, BF16>};
   at::parallel_for(0, B * K * pieces, 1, [&](int64_t begin, int64_t end) {
@@ -342,14 +408,18 @@ at::Tensor decode_attention(
       const uint16_t *k = k_data + head(keys), *v = v_data + head(values);
       const int64_t stride = values.stride(2);
       for (int64_t s = 0; s < S; s++) {  // from the second one on, the keys and values are in the caches
-        const int64_t stop = std::clamp<int64_t>(p_data[b * S + s] + 1, 1, T);  // no memory but the cache is read
-        const int64_t start = std::max<int64_t>(stop - window, 0), length = stop - start;
+        const auto [start, stop, some] = visible[b * S + s];
+        const int64_t length = stop - start;
+        if (length == 0) {
+          std::fill_n(y_data + ((i * S + s) * G + first) * V, (to - first) * V, BF16(0));
+          continue;
+        }
         for (int64_t g = first; g < to;) {
           const int which = to - g >= 4 ? 2 : to - g >= 2 ? 1 : 0;
           const int64_t row = (i * S + s) * G + g;
           kernels[which](
               q_data + row * H, k + start * H, v + start * stride, y_data + row * V, scores.data(), length, H, V, stride,
-              scale, s_data ? s_data + i % K * G + g : nullptr);
+              scale, s_data ? s_data + i % K * G + g : nullptr, some);
           g += 1 << which;
         }
       }
@@ -364,8 +434,8 @@ at::Tensor decode_attention(
 at::Tensor attention_step(
     const at::Tensor& x, const at::Tensor& wqkv, const at::Tensor& wo, at::IntArrayRef bits, int64_t N,
     const std::optional<at::Tensor>& bias, at::TensorList norms, double eps, const at::Tensor& cosines,
-    const at::Tensor& sines, const at::Tensor& positions, const at::Tensor& keys, const at::Tensor& values,
-    int64_t window) {
+    const at::Tensor& sines, const at::Tensor& rows, const at::Tensor& positions, const at::Tensor& keys,
+    const at::Tensor& values, const std::optional<at::Tensor>& mask) {
   TORCH_CHECK(
       x.dim() == 3 && keys.dim() == 4 && bits.size() == 2 && norms.size() % 2 == 0 && keys.size(1) > 0 &&
           N % keys.size(1) == 0,
@@ -376,32 +446,33 @@ at::Tensor attention_step(
   qkv = qkv.view({B, S, K, G + 2, H}).permute({0, 2, 3, 1, 4});  // (B, K, G + 2, S, H)
   at::Tensor q = qkv.narrow(2, 0, G), k = qkv.select(2, G), v = qkv.select(2, G + 1);
   if (!norms.empty()) q = rms_norm(q, norms[0], eps), k = rms_norm(k, norms[1], eps);
-  q = rotate_into_cache(q, k, v, cosines, sines, positions, keys, values);
+  q = rotate_into_cache(q, k, v, cosines, sines, rows, positions, keys, values);
   const double scale = 1 / std::sqrt(double(H));
-  const at::Tensor y = decode_attention(q.transpose(2, 3), keys, values, positions, window, scale, std::nullopt);
+  const at::Tensor y = decode_attention(q.transpose(2, 3), keys, values, mask, scale, std::nullopt);
   return product(y.transpose(1, 2).reshape({B, S, N * H}), wo, D, N * H, bits[1]);
 }
 
 // What LatentAttention.attend does, "absorbed", in one call: from q (B, S, N (X + R)) and wkv_a's output kv (B, S, L + R),
-// whose latents get an RMSNorm, to the heads' outputs (B, S, N Y). keys (N, L, X), values (N, Y, L): of wkv_b. cache: (B, 1, T,
-// L + R). The other arguments are those of rotate_into_cache and decode_attention.
+// whose latents get an RMSNorm, to the heads' outputs (B, S, N Y). wkv_b: (N (X + Y), L). cache: (B, 1, T, L + R). The other
+// arguments are those of rotate_into_cache and decode_attention.
 at::Tensor latent_attention(
-    const at::Tensor& q, const at::Tensor& kv, const at::Tensor& norm, double eps, const at::Tensor& keys,
-    const at::Tensor& values, const at::Tensor& cosines, const at::Tensor& sines, const at::Tensor& positions,
-    const at::Tensor& cache, double scale) {
+    const at::Tensor& q, const at::Tensor& kv, const at::Tensor& norm, double eps, const at::Tensor& wkv_b, int64_t X,
+    int64_t Y, const at::Tensor& cosines, const at::Tensor& sines, const at::Tensor& rows, const at::Tensor& positions,
+    const at::Tensor& cache, const std::optional<at::Tensor>& mask, double scale) {
   TORCH_CHECK(
-      keys.dim() == 3 && values.dim() == 3 && kv.dim() == 3 && cache.dim() == 4 &&
-          2 * cosines.size(-1) == kv.size(2) - keys.size(1),
-      "latent_attention takes kv (B, S, L + R), keys (N, L, X), values (N, Y, L), cos, sin (..., R / 2), cache (B, 1, T, L + R)");
-  const int64_t B = kv.size(0), S = kv.size(1), N = keys.size(0), L = keys.size(1), X = keys.size(2), R = kv.size(2) - L;
+      wkv_b.dim() == 2 && kv.dim() == 3 && cache.dim() == 4 && 2 * cosines.size(-1) == kv.size(2) - wkv_b.size(1) &&
+          wkv_b.size(0) % (X + Y) == 0,
+      "latent_attention takes kv (B, S, L + R), wkv_b (N (X + Y), L), cos, sin (..., R / 2), cache (B, 1, T, L + R)");
+  const int64_t B = kv.size(0), S = kv.size(1), N = wkv_b.size(0) / (X + Y), L = wkv_b.size(1), R = kv.size(2) - L;
   const at::Tensor heads = q.view({B, S, N, X + R}), latents = cache.narrow(3, 0, L);
+  const at::Tensor keys = wkv_b.narrow(0, 0, N * X).view({N, X, L}), values = wkv_b.narrow(0, N * X, N * Y).view({N, Y, L});
   at::Tensor turned = rotate_into_cache(
       heads.narrow(3, X, R).transpose(1, 2).unsqueeze(1), kv.narrow(2, L, R).unsqueeze(1),
-      rms_norm(kv.narrow(2, 0, L), norm, eps).unsqueeze(1), cosines, sines, positions, cache.narrow(3, L, R), latents);
-  const at::Tensor absorbed = skinny_gemm_heads(heads.narrow(3, 0, X).permute({2, 0, 1, 3}).flatten(1, 2), keys);
+      rms_norm(kv.narrow(2, 0, L), norm, eps).unsqueeze(1), cosines, sines, rows, positions, cache.narrow(3, L, R), latents);
+  const at::Tensor absorbed = skinny_gemm_heads_mT(heads.narrow(3, 0, X).permute({2, 0, 1, 3}).flatten(1, 2), keys);
   const at::Tensor queries = at::cat(
       {absorbed.view({N, B, S, L}).permute({1, 2, 0, 3}), turned.squeeze(1).transpose(1, 2)}, -1).unsqueeze(1);
-  const at::Tensor y = decode_attention(queries, cache, latents, positions, cache.size(2), scale, std::nullopt);  // (B, 1, S, N, L)
+  const at::Tensor y = decode_attention(queries, cache, latents, mask, scale, std::nullopt);  // (B, 1, S, N, L)
   return skinny_gemm_heads(y.view({B * S, N, L}).transpose(0, 1), values).transpose(0, 1).reshape({B, S, -1});
 }
 
@@ -413,24 +484,24 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
   };
   define(
       "attention_step(Tensor x, Tensor wqkv, Tensor wo, int[] bits, int N, Tensor? bias, Tensor[] norms, float eps, "
-      "Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, Tensor(b!) values, int window)",
+      "Tensor cos, Tensor sin, Tensor rows, Tensor positions, Tensor(a!) keys, Tensor(b!) values, Tensor? mask)",
       attention_step);
   define(
-      "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window, float scale, "
-      "Tensor? sinks=None)",
+      "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor? mask, float scale, Tensor? sinks=None)",
       decode_attention);
   define("feed_forward(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward);
   define(
-      "latent_attention(Tensor q, Tensor kv, Tensor norm, float eps, Tensor keys, Tensor values, Tensor cos, Tensor sin, "
-      "Tensor positions, Tensor(a!) cache, float scale)",
+      "latent_attention(Tensor q, Tensor kv, Tensor norm, float eps, Tensor wkv_b, int X, int Y, Tensor cos, Tensor sin, "
+      "Tensor rows, Tensor positions, Tensor(a!) cache, Tensor? mask, float scale)",
       latent_attention);
   define("rms_norm(Tensor x, Tensor weight, float eps)", rms_norm);
   define(
-      "rotate_into_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, "
-      "Tensor(b!) values)",
+      "rotate_into_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor rows, Tensor positions, "
+      "Tensor(a!) keys, Tensor(b!) values)",
       rotate_into_cache);
   define("skinny_gemm(Tensor x, Tensor weight)", skinny_gemm);
   define("skinny_gemm_heads(Tensor x, Tensor weight)", skinny_gemm_heads);
+  define("skinny_gemm_heads_mT(Tensor x, Tensor weight)", skinny_gemm_heads_mT);
   define(
       "skinny_gemm_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int I, int D, int[] bits, "
       "Tensor[] biases)",

@@ -429,11 +429,11 @@ inline __attribute__((always_inline)) Sums totals(Sums* lanes) {
 
 // M queries q (M, H) of one head over `length` keys (length, H) and values (length, V), whose rows lie `stride` numbers
 // apart; M divides kLanes, 32 divides H, and 64 V. weights: room for M length numbers and kLanes more. sinks: none, or
-// each query's score of one more key, whose value is 0.
+// each query's score of one more key, whose value is 0. visible: none, or which of the keys the queries attend to.
 template <int M, typename Number>
 void attend(
     const uint16_t* q, const uint16_t* keys, const uint16_t* values, Number* y, float* weights, int64_t length,
-    int64_t H, int64_t V, int64_t stride, float scale, const float* sinks = nullptr) {
+    int64_t H, int64_t V, int64_t stride, float scale, const float* sinks = nullptr, const bool* visible = nullptr) {
   constexpr int64_t kKeys = kLanes / M;  // whose scores are one vector, the M of a key side by side
   Sums largest = Sums{} - INFINITY, sum = {};
   for (int m = 0; sinks && m < M; m++) largest[m] = sinks[m];
@@ -457,6 +457,7 @@ void attend(
     }
     Sums scores = totals(dots) * scale;
     for (int64_t i = count * M; i < kLanes; i++) scores[i] = -INFINITY;  // beyond the last key
+    for (int64_t i = 0; visible && i < count * M; i++) scores[i] = visible[t + i / M] ? scores[i] : -INFINITY;
     largest = scores > largest ? scores : largest;
     std::memcpy(weights + t * M, &scores, sizeof(scores));
   }

@@ -7,14 +7,13 @@ import math
 from pathlib import Path
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder.errors import InputError
 from ladder.kernels import compilers
 from ladder.kernels.cpp import load_operators
 from ladder.kernels.huge_pages import empty_in_huge_pages
-from ladder.kernels.quant_linear import DEQUANTIZED_AT_ONCE, add_bias, unpack
+from ladder.kernels.quant_linear import Layout, add_bias, unpack
 
 # Up to so many rows of x skinny_gemm.cpp is faster (benchmarks/decode.md): than oneDNN and, for integers, than floats
 # made of them. Where oneDNN has no bfloat16, it always is.
@@ -22,7 +21,6 @@ _ARM_BF16 = compilers.ON_ARM and "bf16" in compilers.features()
 HAS_ONEDNN_BF16 = torch.backends.cpu.get_cpu_capability() == "AVX512" or _ARM_BF16
 SKINNY_ROWS = 2**30 if not HAS_ONEDNN_BF16 else 7 if torch.cpu._is_amx_tile_supported() else 24
 SKINNY_INT_ROWS = 96 if HAS_ONEDNN_BF16 else 2**30
-FEW_FLOATS = 8  # up to so many rows, PyTorch's own bfloat16 is as fast as its float32, even without oneDNN
 BYTES = {torch.bfloat16: torch.uint8, torch.float16: torch.int8}  # {scales: packed integers}
 PANELS_AT_ONCE = 64  # panels of 16 rows that are packed at a time, so that temporaries take a few MB
 
@@ -43,35 +41,12 @@ def build():
         "ladder::skinny_gemm_experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1])
     )
     torch.library.register_fake("ladder::skinny_gemm_heads", lambda x, w: x.new_empty(*x.shape[:-1], w.shape[1]))
+    torch.library.register_fake("ladder::skinny_gemm_heads_mT", lambda x, w: x.new_empty(*x.shape[:-1], w.shape[2]))
     torch.library.register_fake("ladder::feed_forward", lambda x, *_: x.new_empty(x.shape))
     torch.library.register_fake("ladder::decode_attention", lambda q, k, v, *_: q.new_empty(*q.shape[:-1], v.shape[-1]))
 
 
-class SkinnyLinear(nn.Module):
-    """An nn.Linear that multiplies up to SKINNY_ROWS rows by skinny_gemm.cpp."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.out_features, self.in_features = linear.out_features, linear.in_features
-
-    def forward(self, x):
-        if x.numel() > SKINNY_ROWS * x.shape[-1]:
-            return F.linear(x, self.weight, self.bias)
-        return add_bias(torch.ops.ladder.skinny_gemm(x, self.weight), self)
-
-
-class Float32Linear(SkinnyLinear):
-    """A SkinnyLinear of PyTorch's kernels. Those for many rows in bfloat16 are slow where oneDNN has no bfloat16."""
-
-    def forward(self, x):
-        if x.numel() <= FEW_FLOATS * x.shape[-1]:
-            return F.linear(x, self.weight, self.bias)
-        rows, pieces = x.float(), self.weight.split(max(1, DEQUANTIZED_AT_ONCE // self.in_features))
-        return add_bias(torch.cat([F.linear(rows, piece.float()) for piece in pieces], -1).type_as(x), self)
-
-
-# ---- The kernel of quant_linear.QuantLinear --------------------------------------------------------------------------
+# ---- The Layout of quant_linear.QuantLinear --------------------------------------------------------------------------
 
 
 def packed_shape(weight, scales, zeros):
@@ -113,25 +88,54 @@ def pack(weight, scales, zeros, out=None):
     return packed.view(BYTES[scales.dtype])
 
 
+@torch.no_grad()
+def unpacked(linear):
+    """Return (weight, scales, zeros or None) of a packed QuantLinear as the checkpoint stores them: undo pack()."""
+    packed, N, K = linear.packed, linear.out_features, linear.in_features
+    if packed.dim() == 5:  # of experts
+        parts = [_unpacked(matrix, N, K, linear.bits) for matrix in packed]
+        return tuple(None if part[0] is None else torch.stack(part) for part in zip(*parts, strict=True))
+    return _unpacked(packed, N, K, linear.bits)
+
+
+def _unpacked(packed, N, K, bits):
+    P, G, vectors, _ = packed.shape
+    dtype = next(dtype for dtype, stored in BYTES.items() if stored == packed.dtype)
+    pairs = packed.view(dtype)[:, :, 0].unflatten(-1, (2, 16))  # (P, G, 2, 16)
+    scales, zeros = pairs.permute(2, 0, 3, 1).reshape(2, 16 * P, G)[:, :N]
+    by_row = packed.view(torch.uint8).unflatten(-1, (16, 4))[:, :, 1:]  # (P, G, V, 16, 4)
+    q = by_row.permute(0, 3, 1, 2, 4).reshape(16 * P, -1)[:N]
+    if bits == 8:
+        return (q[:, :K] ^ 128).view(torch.int8), scales.contiguous(), None
+    q = q.unflatten(-1, (-1, 4))
+    q = torch.stack((q & 15, q >> 4), dim=-2).flatten(1)  # (N, K)
+    return q[:, ::2] | q[:, 1::2] << 4, scales.contiguous(), zeros.contiguous()
+
+
 def multiply(x, linear):
     """Multiply up to SKINNY_INT_ROWS rows by the integers, more by floats that are made of them piece by piece."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return None
     few = x.numel() <= SKINNY_INT_ROWS * x.shape[-1]
     operator = torch.ops.ladder.skinny_gemm_int if few else torch.ops.ladder.many_rows_int
-    return add_bias(operator(x, linear.weight, linear.out_features, linear.in_features, linear.bits), linear)
+    packed = linear._parameters["packed"]
+    return add_bias(operator(x, packed, linear.out_features, linear.in_features, linear.bits), linear)
 
 
-def use_integers(linears):
-    """Pack QuantLinears that are not yet packed. Those of experts are multiplied by decode_modules.multiply_experts."""
+LAYOUT = Layout("skinny_gemm.cpp", multiply, unpacked)
+
+
+def pack_all(linears):
+    """Pack QuantLinears that are not yet packed. Those of experts are multiplied by stand_ins.multiply_experts."""
 
     def fits(linear):  # skinny_gemm.cpp is made for these group sizes
-        return linear.bits == 8 or linear.in_features // linear.scales.shape[-1] in (8, 16, 32, 64, 128)
+        stored = linear.weight.dtype in (torch.int8, torch.uint8)  # and not floats that somebody put there
+        return stored and (linear.bits == 8 or linear.in_features // linear.scales.shape[-1] in (8, 16, 32, 64, 128))
 
-    linears = [linear for linear in linears if linear.kernel is not multiply and fits(linear)]
+    linears = [linear for linear in linears if linear.layout is None and fits(linear)]
     sizes = [math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in linears]
     # One allocation for all: else the end of each matrix, which does not fill a huge page, would lie in small pages.
     memory = empty_in_huge_pages((sum(sizes),), torch.uint8).split(sizes)
     for linear, out in zip(linears, memory, strict=True):
         packed = pack(linear.weight, linear.scales, linear.zeros, out)
-        linear.weight = nn.Parameter(packed, requires_grad=False)  # frees the integers before the next are packed
-        linear.scales = linear.zeros = None
-        linear.kernel = multiply
+        linear.pack(LAYOUT, packed=packed)  # frees the integers before the next are packed

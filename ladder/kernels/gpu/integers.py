@@ -1,53 +1,89 @@
 """The kernels of QuantLinear on a GPU. Shape letters: ladder/kernels/quant_linear.py."""
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
-from ladder.kernels.quant_linear import add_bias, unpack
+from ladder.kernels.quant_linear import Layout, add_bias, to_fp8, unpack
+from ladder.kernels.registry import Kernel
 
 TRITON_INT8_ROWS = 16  # up to so many rows of x are multiplied by int8_rows.py
 # From so many rows of x on, int4 is turned into floats: for a layer of the 8b that takes an H100 4 ms, while PyTorch's
 # kernel takes 0.26 ms for each 16 rows.
 INT4_FLOAT_ROWS = 256
+FP8_CAPABILITY = 8, 9  # of the GPUs that multiply e4m3: Ada, Hopper, Blackwell
+FP8_MULTIPLE = 16  # of N and K, as PyTorch's kernel wants it
 
 
-def multiply_int8(x, linear):
+def fits(x):
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def stored_as(linear, dtype, x):
+    """Return (weight, scales) of a QuantLinear that is not packed, if its matrix has this dtype and x fits; or None."""
+    weight, scales = linear._parameters.get("weight"), linear._parameters.get("scales")
+    known = weight is not None and weight.dtype == dtype and weight.dim() == 2 and linear.out_features
+    return (weight, scales) if known and fits(x) else None
+
+
+def multiply_int8(linear, x):
     """Multiply by the kernels of int8_rows.py if there are few rows and the model is compiled, else by floats.
 
     PyTorch's own kernel (torch 2.13) computes each output in one thread, byte by byte. Without the compiler, launching
     those of int8_rows.py takes four times as long as multiplying floats.
     """
-    scales = linear.scales[:, 0]
+    stored = stored_as(linear, torch.int8, x)
+    if stored is None:
+        return None
+    weight, scales = stored[0], stored[1][:, 0]
     if torch.compiler.is_compiling() and x.numel() <= TRITON_INT8_ROWS * linear.in_features:
         from ladder.kernels.gpu import int8_rows  # late: PyTorch for CPUs has no Triton
 
-        y = int8_rows.multiply(x, linear.weight, scales)
+        y = int8_rows.multiply(x, weight, scales)
     else:  # in this order, because the compiler replaces F.linear(...) * scales by PyTorch's kernel
-        y = scales * F.linear(x, linear.weight.to(x.dtype))
+        y = scales * F.linear(x, weight.to(x.dtype))
     return add_bias(y, linear)
 
 
-def use_int8(linears):
-    for linear in linears:
-        if linear.out_features:
-            linear.kernel = multiply_int8
+def multiply_fp8(linear, x):
+    """Multiply e4m3 by e4m3 with PyTorch's kernel: each row of x (..., K) has a scale, and each row of W.
+
+    No GPU has run it yet.
+    """
+    stored = stored_as(linear, torch.float8_e4m3fn, x)
+    N, K = linear.out_features, linear.in_features
+    if stored is None or N % FP8_MULTIPLE or K % FP8_MULTIPLE:
+        return None
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        return None
+    weight, row_scales = stored
+    q, scales = to_fp8(x.reshape(-1, K))
+    y = torch._scaled_mm(q, weight.T, scales, row_scales.float().T.contiguous(), out_dtype=x.dtype)
+    return add_bias(y.view(*x.shape[:-1], -1), linear)
+
+
+FORWARD, STORED = (f"ladder.kernels.quant_linear.QuantLinear.{name}" for name in ("forward", "stored"))
+KERNELS = [
+    Kernel(FORWARD, multiply_int8, "integers of 8 bits are read as such", (STORED,)),
+    Kernel(FORWARD, multiply_fp8, "fp8 is multiplied as such", (STORED,)),
+]
 
 
 # ---- int4, in the layout of PyTorch's kernel -------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def use_int4(linears):
-    """Pack the QuantLinears whose shape fits: weight (N / 8, K / 128, 32, 4) int32, scales (G, N, 2).
+def pack_int4(linears):
+    """Pack the QuantLinears whose shape fits: packed (N / 8, K / 128, 32, 4) int32, packed_scales (G, N, 2).
 
     PyTorch's kernel takes scales in bfloat16 only, so float16 ones lose three bits here.
 
-    `permutation` undoes the layout within a tile of 8 x 128. To find it, the numbers 0 to 1023 are packed as three
+    packed_order undoes the layout within a tile of 8 x 128. To find it, the numbers 0 to 1023 are packed as three
     digits in base 16.
     """
     for linear in linears:
         N, K = linear.out_features, linear.in_features
+        if linear.layout or linear.weight.dtype != torch.uint8:
+            continue
         fits = N > 0 and K % 128 == N % 8 == 0 and K // linear.scales.shape[-1] >= 32
         if not fits or linear.weight.dim() == 3:  # experts have kernels of their own
             continue
@@ -56,28 +92,44 @@ def use_int4(linears):
         n = torch.arange(8 * 128, device=linear.weight.device).view(8, 128)
         digits = (torch.cat((n, n >> 4, n >> 8)) & 15).byte()  # three tiles
         low, middle, high = unpack_tiles(pack(digits[:, ::2] | digits[:, 1::2] << 4)).long()
-        linear.permutation = (low | middle << 4 | high << 8).flatten().argsort()  # (1024,)
-        linear.weight = nn.Parameter(pack(linear.weight), requires_grad=False)
-        linear.scales = nn.Parameter(pairs.transpose(0, 1).contiguous(), requires_grad=False)
-        linear.zeros, linear.kernel = None, multiply_int4
+        order = (low | middle << 4 | high << 8).flatten().argsort()  # (1024,)
+        packed = pack(linear.weight)
+        linear.pack(LAYOUT, packed=packed, packed_scales=pairs.transpose(0, 1).contiguous(), packed_order=order)
 
 
 def multiply_int4(x, linear):
     """Multiply by PyTorch's kernel, which reads all weights for each 16 rows; INT4_FLOAT_ROWS or more by floats."""
-    K = linear.in_features
+    if x.dtype != torch.bfloat16:
+        return None
+    K, scales = linear.in_features, linear._parameters["packed_scales"]
     if x.numel() >= INT4_FLOAT_ROWS * K:
         return F.linear(x, unpacked(linear), linear.bias)
-    y = torch._weight_int4pack_mm(x.reshape(-1, K), linear.weight, K // len(linear.scales), linear.scales)
+    y = torch._weight_int4pack_mm(x.reshape(-1, K), linear._parameters["packed"], K // len(scales), scales)
     return add_bias(y.view(*x.shape[:-1], -1), linear)
 
 
+def integers_of(linear):
+    """Return the integers (N, K) of a packed QuantLinear, as bytes."""
+    q = unpack_tiles(linear.packed)[..., linear.packed_order]  # (N / 8, K / 128, 1024)
+    return q.unflatten(-1, (8, 128)).transpose(1, 2).reshape(linear.out_features, -1)  # (N / 8, 8, K / 128, 128)
+
+
 def unpacked(linear):
-    """Return W (N, K) of a packed QuantLinear."""
-    q = unpack_tiles(linear.weight)[..., linear.permutation]  # (N / 8, K / 128, 1024)
-    q = q.unflatten(-1, (8, 128)).transpose(1, 2)  # (N / 8, 8, K / 128, 128)
-    scale, middle = linear.scales.transpose(0, 1).split(1, dim=-1)  # (N, G, 1)
-    q = q.reshape(*scale.shape[:2], -1).to(scale.dtype)
+    """Return W (N, K) of a packed QuantLinear in bfloat16."""
+    scale, middle = linear.packed_scales.transpose(0, 1).split(1, dim=-1)  # (N, G, 1)
+    q = integers_of(linear).view(*scale.shape[:2], -1).to(scale.dtype)
     return torch.addcmul(middle, q.sub_(8), scale).flatten(1)
+
+
+@torch.no_grad()
+def unpacked_integers(linear):
+    """Return (weight, scales, zeros) of a packed QuantLinear in the checkpoint's order; the scales in float32."""
+    q = integers_of(linear)
+    scales, middle = linear.packed_scales.transpose(0, 1).float().unbind(-1)  # (N, G)
+    return q[:, ::2] | q[:, 1::2] << 4, scales.contiguous(), middle - 8 * scales
+
+
+LAYOUT = Layout("PyTorch's int4 kernel", multiply_int4, unpacked_integers)
 
 
 def pack(weight):

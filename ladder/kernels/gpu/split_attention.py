@@ -3,32 +3,29 @@
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from ladder.kernels.cpu.decode_modules import FEW_POSITIONS
-from model import attend
+from ladder.kernels.registry import Kernel
 
+FEW_POSITIONS = 16  # of a row in a pass; with more, as in a prefill, PyTorch's own kernels are faster
 KEY_BLOCK = 128  # keys in a block, which a row may skip; a multiple of the tiles of PyTorch's kernels
 
 
-def split_attend(q, k, v, mask, positions, window, score_cap, sinks=None):
-    """Compute what model.attend does, without a score_cap; compiled for a decode step, split a head's keys.
+def split_attend(q, k, v, mask, sinks=None):
+    """Return the attention (B, K, G * S, H), with a mask and no score_cap: split the keys of a head, when compiled.
 
     PyTorch's own kernels that take a mask give one head to one multiprocessor: for a row of the 8b, 8 of an H200's 132
     would work. flex_attention splits the keys only if it is given blocks of keys: else the whole cache is one block,
     which the first split gets (torch 2.11, 2.13).
     """
     S, T = q.shape[3], mask.shape[-1]
-    if S > FEW_POSITIONS or not torch.compiler.is_compiling():
-        return attend(q, k, v, mask, positions, window, score_cap, sinks)
 
     def visible(row, head, query, key):
-        position = positions[row, query % S]
-        return key <= position if window is None else (key <= position) & (key > position - window)
+        return mask[row, query % S, key]
 
-    # the blocks of keys that each row attends to; a row that is done may be beyond the slots that this pass reads
+    # from the first to the last block of keys that any token of a row attends to
     n_blocks, n_queries = -(-T // KEY_BLOCK), q.shape[2] * S
-    start, end = positions[:, :1].clamp(max=T - 1), positions[:, -1:].clamp(max=T - 1)  # (B, 1)
-    first = torch.zeros_like(start) if window is None else (start + 1 - window).clamp(min=0) // KEY_BLOCK
-    last = end // KEY_BLOCK
+    seen = mask.any(1).byte()  # (B, T)
+    first = seen.argmax(-1, keepdim=True) // KEY_BLOCK  # (B, 1)
+    last = (T - 1 - seen.flip(-1).argmax(-1, keepdim=True)) // KEY_BLOCK
     kv_num_blocks = (last - first + 1)[:, None].int()  # (B, 1, 1): all queries of a head are one block
     kv_indices = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)[:, None, None].int()
     sizes = {"BLOCK_SIZE": (-(-n_queries // KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK), "seq_lengths": (n_queries, T)}
@@ -40,3 +37,14 @@ def split_attend(q, k, v, mask, positions, window, score_cap, sinks=None):
     # a key more, of value 0, leaves the other keys this share of a head's weights
     share = (aux.lse.unflatten(-1, (-1, S)) - sinks.float().view(q.shape[1], -1, 1)).sigmoid()  # (B, K, G, S)
     return y * share.flatten(2)[..., None].type_as(y)
+
+
+def attend(q, k, v, mask=None, score_cap=None, sinks=None):
+    """Split the keys of a head in a decode step that is compiled for a GPU."""
+    few = q.is_cuda and torch.compiler.is_compiling() and q.shape[3] <= FEW_POSITIONS
+    if not few or mask is None or score_cap or q.shape[-1] % 16:
+        return None
+    return split_attend(q, k, v, mask, sinks).reshape(q.shape)
+
+
+KERNELS = [Kernel("model.attend", attend, "the keys of a head are shared out among multiprocessors")]

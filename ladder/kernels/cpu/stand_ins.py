@@ -1,0 +1,322 @@
+"""The functions of skinny_gemm.cpp that stand in for plain ones on a CPU. Shape letters: model.py.
+
+Each returns None where it meets anything that it does not know: see ladder/kernels/registry.py. Parameters are
+read from _parameters, at each call, since module.weight takes ten times as long.
+"""
+
+import functools
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ladder.errors import InputError
+from ladder.kernels import quant_kernels, registry
+from ladder.kernels.cpu import skinny_gemm
+from ladder.kernels.quant_linear import DEQUANTIZED_AT_ONCE, QuantLinear, add_bias
+from ladder.kernels.registry import Kernel, say_once
+from ladder.layers import experts as layers_experts
+from ladder.layers.norms import RMSNorm
+from ladder.ranks.world import say
+from model import Linear
+
+FEW_POSITIONS = 16  # of a row in a pass; with more, as in a prefill, PyTorch's attention is faster
+FEW_FLOATS = 8  # up to so many rows, PyTorch's own bfloat16 is as fast as its float32, even without oneDNN
+
+
+def is_bf16(x):
+    return x.dtype is torch.bfloat16 and x.is_cpu
+
+
+def is_changed(module):
+    """Return whether a call of a module is more than its class's forward: it has hooks, or a forward of its own."""
+    return module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+
+
+def matrix_of(module, name):
+    """Return (weight, bits, bias) of the linear `name` of a module as skinny_gemm.cpp takes them, or None.
+
+    bits: 16 of bfloat16; 8 or 4 of a packed QuantLinear.
+    """
+    linear = module._modules[name]
+    kind, parameters = type(linear), getattr(linear, "_parameters", None)
+    if not is_changed(linear):
+        if kind is Linear and len(parameters) == 2:
+            return parameters["weight"], 16, parameters["bias"]
+        if kind is QuantLinear and linear.layout is skinny_gemm.LAYOUT:
+            return parameters["packed"], linear.bits, parameters["bias"]
+    tell_change(module, name)
+    return None
+
+
+def tell_change(module, name):
+    """Say that a part of a module is none that its kernel knows, unless it is only in another dtype or not packed."""
+    part, kind = module._modules[name], type(module).__name__
+    if is_changed(part):
+        say_once(f"{name} of a {kind} has a hook or a forward of its own: {kind}.forward runs as written there, slower")
+    elif type(part) not in (Linear, QuantLinear, RMSNorm, nn.Identity):
+        say_once(f"{name} of a {kind} is a {type(part).__name__}: {kind}.forward runs as written there, slower")
+
+
+# ---- Linears and norms -----------------------------------------------------------------------------------------------
+
+
+def linear(self, x):
+    """Multiply up to SKINNY_ROWS rows."""
+    parameters = self._parameters
+    weight = parameters.get("weight")
+    if not is_bf16(x) or x.numel() > skinny_gemm.SKINNY_ROWS * x.shape[-1] or weight is None:
+        return None
+    if weight.dtype is not torch.bfloat16 or weight.dim() != 2:
+        return None
+    y = torch.ops.ladder.skinny_gemm(x, weight)
+    bias = parameters.get("bias")
+    return y if bias is None else y + bias
+
+
+def linear_in_float32(self, x):
+    """Multiply in float32, since PyTorch's many rows in bfloat16 are slow where oneDNN has no bfloat16."""
+    weight = self._parameters.get("weight")
+    if not is_bf16(x) or x.numel() <= FEW_FLOATS * x.shape[-1] or weight is None or weight.dtype != torch.bfloat16:
+        return None
+    rows, pieces = x.float(), weight.split(max(1, DEQUANTIZED_AT_ONCE // weight.shape[1]))
+    return add_bias(torch.cat([F.linear(rows, piece.float()) for piece in pieces], -1).type_as(x), self)
+
+
+def norm(self, x):
+    """Compute an RMSNorm in one operator, unless the compiler makes one."""
+    weight = self._parameters.get("weight")
+    if weight is None or not is_bf16(x) or weight.dtype is not torch.bfloat16 or self.eps is None:
+        return None
+    if torch.compiler.is_compiling() or weight.dim() != 1 or not weight.is_contiguous():
+        return None
+    return torch.ops.ladder.rms_norm(x, weight, self.eps)
+
+
+# ---- The layers ------------------------------------------------------------------------------------------------------
+
+
+def most_rows(*bits):
+    """Return of how many rows skinny_gemm.cpp multiplies weights of these bits faster than other kernels do."""
+    return skinny_gemm.SKINNY_ROWS if 16 in bits else skinny_gemm.SKINNY_INT_ROWS
+
+
+def feed_forward(self, x):
+    """Compute the MLP of a few rows in one call, so that no time is lost between its products."""
+    if self.activation is not F.silu or len(self._modules) != 3 or self._parameters or not is_bf16(x):
+        return None
+    w1, w3, w2 = matrix_of(self, "w1"), matrix_of(self, "w3"), matrix_of(self, "w2")
+    if w1 is None or w3 is None or w2 is None or not w1[1] == w3[1] == w2[1]:
+        return None
+    if w1[2] is not None or w3[2] is not None:
+        return None
+    weight, bits, _ = w1
+    N, K = weight.shape if bits == 16 else (self.w1.out_features, self.w1.in_features)
+    if x.numel() > most_rows(bits) * K:
+        return None
+    y = torch.ops.ladder.feed_forward(x, weight, w3[0], w2[0], N, K, bits)
+    return y if w2[2] is None else y + w2[2]
+
+
+def attend(q, k, v, mask=None, score_cap=None, sinks=None):
+    """Attend from up to FEW_POSITIONS positions, with a mask and no score_cap."""
+    H = q.shape[-1]
+    if mask is None or q.shape[3] > FEW_POSITIONS or score_cap or H % 64 or not is_bf16(q):
+        return None
+    q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache they are views of wqkv's output
+    y = torch.ops.ladder.decode_attention(q, k, v, mask, H**-0.5, sinks)
+    return y.transpose(2, 3)
+
+
+def rotate_into_cache(q, k, v, rope, metadata, cache):
+    """Rotate, and write to the cache, in one operator, unless the compiler makes one."""
+    if rope is None or rope[0].dtype is not torch.float32 or not is_bf16(q) or torch.compiler.is_compiling():
+        return None
+    (B, K, _, S, H), rows, positions = k.shape, metadata.rows, metadata.positions
+    if cache is None:
+        cache, rows, positions = k.new_empty(2, B, K, S, H), torch.arange(B), torch.arange(S).expand(B, -1)
+    keys, values = cache
+    q = torch.ops.ladder.rotate_into_cache(q, k.squeeze(2), v.squeeze(2), *rope, rows, positions, keys, values)
+    if metadata.mask is None or len(keys) == B and keys.shape[2] == S:  # each row begins at position 0
+        return q, keys[:, :, :S], values[:, :, :S]
+    return q, keys[rows, :, positions].transpose(1, 2), v.squeeze(2)
+
+
+def attention(self, x, metadata, cache):
+    """Compute the attention of a few new positions in one call, in layers that the operator knows.
+
+    Compiled code, which needs no Python between its calls, has `attend` alone.
+    """
+    if cache is None or metadata.query_scale is not None or torch.compiler.is_compiling() or not is_bf16(x):
+        return None
+    if self.gates or not self.rotates or self.score_cap or self.head_dim % 64 or self._parameters:
+        return None
+    if self.__dict__.get("sinks") is not None or len(self._modules) != 4:
+        return None
+    wqkv, wo, norms, eps = matrix_of(self, "wqkv"), matrix_of(self, "wo"), (), 0.0
+    q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
+    if wqkv is None or wo is None or x.shape[0] * x.shape[1] > min(most_rows(wqkv[1], wo[1]), FEW_POSITIONS):
+        return None
+    if is_changed(q_norm) or is_changed(k_norm):
+        tell_change(self, "q_norm" if is_changed(q_norm) else "k_norm")
+        return None
+    if type(q_norm) is RMSNorm and type(k_norm) is RMSNorm and q_norm.eps == k_norm.eps and not self.whole_norm:
+        norms, eps = (q_norm._parameters["weight"], k_norm._parameters["weight"]), q_norm.eps
+    elif type(q_norm) is not nn.Identity or type(k_norm) is not nn.Identity:
+        return None
+    rope, mask = metadata.rope, metadata.mask
+    if self.window:
+        rope, mask = metadata.window_rope, metadata.window_mask
+    if rope[0].dtype is not torch.float32:
+        return None
+    weight = wo[0]
+    N = (weight.shape[1] if wo[1] == 16 else self.wo.in_features) // self.head_dim
+    arguments = weight, (wqkv[1], wo[1]), N, wqkv[2], norms, eps
+    y = torch.ops.ladder.attention_step(x, wqkv[0], *arguments, *rope, metadata.rows, metadata.positions, *cache, mask)
+    return y if wo[2] is None else y + wo[2]
+
+
+def latent_attention(self, q, kv, metadata, cache):
+    """Compute LatentAttention.attend of a few new positions in one call."""
+    L, X, R, Y = self.sizes
+    if cache is None or metadata.mask is None or torch.compiler.is_compiling() or not is_bf16(q):
+        return None
+    if not fits_latents(self, q.shape[1]) or q.shape[0] * q.shape[1] > skinny_gemm.SKINNY_ROWS:
+        return None
+    if q.shape[1] > self.most_absorbed:
+        return None
+    weight, norm = matrix_of(self, "wkv_b"), self._modules["kv_a_norm"]
+    if (
+        weight is None
+        or weight[2] is not None
+        or type(norm) is not RMSNorm
+        or is_changed(norm)
+        or metadata.rope[0].dtype is not torch.float32
+    ):
+        return None
+    scale = self.scale * (metadata.query_scale or 1.0)  # a number, as read from config.json
+    arguments = norm._parameters["weight"], norm.eps, weight[0], X, Y, *metadata.rope, metadata.rows
+    return torch.ops.ladder.latent_attention(q, kv, *arguments, metadata.positions, cache[0], metadata.mask, scale)
+
+
+def fits_latents(self, positions):
+    L, _, R, _ = self.sizes
+    return L % 64 == 0 and (L + R) % 32 == 0 and positions <= FEW_POSITIONS
+
+
+def attend_to_latents(self, q, cached, metadata):
+    """Attend to latents from a few positions; with to_latents and to_values, in compiled code too."""
+    if not fits_latents(self, q.shape[2]) or not is_bf16(q):
+        return None
+    L, X, R, _ = self.sizes
+    queries, rotated = q.split([X, R], -1)
+    q = torch.cat((self.to_latents(queries), rotated), -1).transpose(1, 2)[:, None]  # (B, 1, S, N, L + R)
+    y = torch.ops.ladder.decode_attention(q, cached, cached[..., :L], metadata.mask, self.scale)
+    return self.to_values(y[:, 0].transpose(1, 2))
+
+
+def to_latents(self, q):
+    """Multiply a few rows by the heads' keys."""
+    return multiply_heads(self, q, slice(None, q.shape[1] * q.shape[3]), torch.ops.ladder.skinny_gemm_heads_mT)
+
+
+def to_values(self, y):
+    """Multiply a few rows by the heads' values."""
+    return multiply_heads(self, y, slice(-y.shape[1] * self.sizes[3], None), torch.ops.ladder.skinny_gemm_heads)
+
+
+def multiply_heads(self, x, rows, operator):
+    """Return x (B, N, S, in) times the heads' matrices in these rows of wkv_b: (B, N, S, out)."""
+    if x.shape[0] * x.shape[2] > skinny_gemm.SKINNY_ROWS or not is_bf16(x):
+        return None
+    weight = self.wkv_b.weight[rows].unflatten(0, (x.shape[1], -1))
+    y = operator(x.transpose(0, 1).flatten(1, 2), weight)
+    return y.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
+
+
+def experts(self, x, chosen):
+    """Compute what layers/experts.py does. skinny_gemm.cpp reads the weights of each chosen expert once."""
+    if self.compute is not layers_experts.multiply or not is_bf16(x) or len(self._modules) != 3:
+        return None
+    weights, bits, biases = [], [], []
+    for name in ("w1", "w3", "w2"):
+        matrices = self._modules[name]
+        is_packed = type(matrices) is QuantLinear and matrices.layout is skinny_gemm.LAYOUT
+        if not is_packed and type(matrices) is not layers_experts.ExpertMatrices:
+            return None
+        weights.append(matrices._parameters["packed" if is_packed else "weight"])
+        bits.append(matrices.bits if is_packed else 16)
+        if matrices.bias is not None:
+            biases.append(matrices.bias)
+    if len(biases) not in (0, 3) or any(
+        w.dtype != torch.bfloat16 for w, n in zip(weights, bits, strict=True) if n == 16
+    ):
+        return None
+    if bits == [16] * 3 and chosen.numel() > skinny_gemm.SKINNY_ROWS * len(weights[0]):
+        return None
+    neurons = self._modules["w2"].in_features
+    return torch.ops.ladder.skinny_gemm_experts(x, chosen, *weights, neurons, x.shape[1], bits, biases)
+
+
+# ---- Which stand in for which ----------------------------------------------------------------------------------------
+
+LINEAR, NORM = "model.Linear.forward", "ladder.layers.norms.RMSNorm.forward"
+QUANT = quant_kernels.FORWARD, quant_kernels.STORED
+LATENT = "ladder.layers.latent_attention.LatentAttention"
+EXPERTS = "ladder.layers.experts"
+KERNELS = [
+    Kernel(LINEAR, linear, "few rows are up to twice as fast"),
+    Kernel(NORM, norm, "a norm is one call"),
+    Kernel("model.FeedForward.forward", feed_forward, "an MLP of few rows is one call", (LINEAR, *QUANT)),
+    Kernel("model.attend", attend, "few positions are about twice as fast"),
+    Kernel("model.rotate_into_cache", rotate_into_cache, "a rotation is one call"),
+    Kernel("model.Attention.forward", attention, "few positions are one call", (LINEAR, NORM, *QUANT)),
+]
+WITHOUT_CPP = [Kernel(LINEAR, linear_in_float32, "many rows are multiplied in float32")]
+FOR_LATENTS = [
+    Kernel(f"{LATENT}.attend", latent_attention, "few positions are one call", (LINEAR, NORM)),
+    Kernel(f"{LATENT}.attend_to_latents", attend_to_latents, "few positions are about twice as fast"),
+    Kernel(f"{LATENT}.to_latents", to_latents, "few rows are about twice as fast"),
+    Kernel(f"{LATENT}.to_values", to_values, "few rows are about twice as fast"),
+]
+FOR_EXPERTS = [
+    Kernel(
+        f"{EXPERTS}.Experts.forward",
+        experts,
+        "each chosen expert is read once",
+        (f"{EXPERTS}.experts", quant_kernels.STORED),
+    ),
+]
+
+
+@functools.cache
+def is_built():
+    """Return whether there is skinny_gemm.cpp, which is compiled once on a machine; else rank 0 prints why not."""
+    try:
+        skinny_gemm.build()
+        return True
+    except InputError as e:
+        say(f"{e}: PyTorch's kernels, slower")
+        return False
+
+
+def use_kernels(model):
+    """Let skinny_gemm.cpp stand in where a model in bfloat16 is to run, or PyTorch's kernels where it cannot be built.
+
+    The matrices of a quantized model are packed, which frees the integers as the checkpoint stores them.
+    """
+    if registry.is_off():
+        return
+    if model.dtype != torch.bfloat16:
+        if model.config.quant == "int4":
+            say(f"int4 in {str(model.dtype)[6:]} has no kernels: bfloat16 is many times faster")
+        return
+    if not is_built():
+        registry.use(quant_kernels.KERNELS["cpu"])
+        if not skinny_gemm.HAS_ONEDNN_BF16:
+            registry.use(WITHOUT_CPP)
+        return
+    quant_kernels.pack(model, "skinny_gemm")
+    registry.use(quant_kernels.KERNELS["skinny_gemm"] + KERNELS)
+    registry.use(FOR_LATENTS if model.config.latent_attention else [])
+    registry.use(FOR_EXPERTS if model.config.n_experts else [])

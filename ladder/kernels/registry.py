@@ -1,0 +1,338 @@
+"""Which kernels stand in for which plain functions of Python, and what makes them stand back.
+
+What you read is what runs: a function that is marked @plain is what the model computes. A kernel takes the same
+arguments and computes the same faster. It stands in for the plain function only as long as all of this is true:
+
+-   The source is what the kernel was made for: that of the plain function and of the project's functions that it calls.
+    digests.json has a digest of each, and use() compares them when a model is loaded.
+-   None of these functions was replaced since, as in model.attend = my_attend. Each call compares them by identity.
+-   The kernel knows the modules and tensors of this call. It checks their types, hooks, biases and shapes itself, and
+    returns None where there is anything else. So whatever a kernel does not know makes it stand back.
+-   No gradient is asked for, since kernels have none.
+
+Otherwise the plain function runs, and if somebody changed something, one line says so.
+
+`python -m ladder.kernels.digests` writes digests.json anew, for whoever has changed a plain function and its kernels
+alike. $LADDER_PLAIN=1, which generate.py --plain sets, lets no kernel stand in.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import os
+import pkgutil
+import sys
+import textwrap
+import types
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+ROOT = Path(__file__).parents[2]  # of the project, whose functions have digests
+DIGESTS = Path(__file__).with_name("digests.json")  # {"model.attend": digest of its source, ...}
+PLAIN = "LADDER_PLAIN"  # the environment variable that lets no kernel stand in
+
+
+class Kernel(NamedTuple):
+    """A function that may stand in for a plain one."""
+
+    name: str  # of the plain function, e.g. "model.FeedForward.forward"
+    function: Callable  # of the same arguments; returns None where it stands back
+    about: str  # what it gains, e.g. "few rows are about twice as fast"
+    calls: tuple[str, ...] = ()  # plain functions of submodules that it stands in for as well: "model.Linear.forward"
+
+
+class ReadyKernel(NamedTuple):
+    """A Kernel in use, with what each call compares."""
+
+    kernel: Kernel
+    calls: tuple  # the Calls of its plain function
+    current: Callable  # namespaces -> the code of these functions as it is now
+    namespaces: types.SimpleNamespace
+    known: tuple  # their code as it was
+    owner: type | None  # the class of its module, if the plain function calls other methods of that
+    methods: frozenset  # their names
+
+
+def plain(function):
+    """Mark a plain function, for which a kernel may stand in (a decorator)."""
+
+    @functools.wraps(function)
+    def call(*arguments, **named):
+        for ready in call.kernels:
+            if may_stand_in(ready, arguments):
+                result = ready.kernel.function(*arguments, **named)
+                if result is not None:
+                    return result
+        return call.__wrapped__(*arguments, **named)  # looked up at the call, so that a notebook may reload it
+
+    call.kernels = ()
+    return call
+
+
+def may_stand_in(ready, arguments):
+    """Return whether none of the functions was replaced, and no gradient is asked for."""
+    if torch.compiler.is_compiling():
+        return is_current(ready)
+    try:
+        if ready.current(ready.namespaces) != ready.known:
+            return is_current(ready)
+    except AttributeError:  # something without code was put in a function's place
+        return is_current(ready)
+    if ready.owner is not None:
+        module = arguments[0]
+        if type(module) is not ready.owner or not ready.methods.isdisjoint(module.__dict__):
+            say_once(f"a {type(module).__name__} may have functions of its own: {off(ready.kernel)}")
+            return False
+    return not (torch.is_grad_enabled() and needs_gradient(arguments))
+
+
+def is_current(ready):
+    """Return whether none of the functions that a kernel stands in for was replaced; say which, if any."""
+    known = ready.known[-len(ready.calls) :]
+    replaced = [call for call, code in zip(ready.calls, known, strict=False) if code_of(call) is not code]
+    for call in replaced:
+        say_once(f"{call.name} was replaced: it runs as written, and {off(ready.kernel)}", key=call.name)
+    return not replaced
+
+
+is_current._dynamo_marked_constant = (
+    True  # what torch.compiler.assume_constant_result sets, but that imports the compiler
+)
+
+
+def code_of(call):
+    """Return the code of a Call's function as it is now, or what stands in its place."""
+    value = getattr(call.namespace, call.attribute, None)
+    value = getattr(value, "__wrapped__", value)
+    return getattr(value, "__code__", value)
+
+
+def needs_gradient(arguments):
+    """Return whether autograd, or a transform of torch.func, follows an argument or a parameter of a module."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    for argument in arguments:
+        if isinstance(argument, nn.Module):
+            if any(parameter.requires_grad for parameter in argument.parameters()):
+                return True
+        elif isinstance(argument, torch.Tensor) and argument.requires_grad:
+            return True
+    return False
+
+
+def off(kernel):
+    """Return what the loss of a kernel means, for a line."""
+    return f"the kernel of {kernel.name} is off ({kernel.about})"
+
+
+def say_once(text, key=None):
+    """Print a line on stderr, on rank 0, unless one was printed with this key, by default the text."""
+    from ladder.ranks.world import say
+
+    key = key or text
+    if key not in said:
+        said.add(key)
+        say(text)
+
+
+said = set()  # the keys of say_once
+used = []  # the plain functions that have kernels
+
+# ---- The kernels in use ----------------------------------------------------------------------------------------------
+
+
+def use(kernels):
+    """Let Kernels stand in, in this process, where the source is what they were made for; say where it is not."""
+    if is_off():
+        return
+    digests = json.loads(DIGESTS.read_text())
+    off_for = {}  # {a function that was changed: the Kernels that are off for it}
+    for kernel in kernels:
+        function = pkgutil.resolve_name(kernel.name)
+        if any(ready.kernel == kernel for ready in getattr(function, "kernels", ())):
+            continue
+        calls = functions_of(kernel)
+        changed = [call.name for call in calls if call.is_ours and digests.get(call.name) != digest(call.function)]
+        for name in changed:
+            off_for.setdefault(name, []).append(kernel)
+        if not changed and hasattr(function, "kernels"):
+            function.kernels += (make_ready(kernel, calls),)
+            used.append(function)
+    for name, without in off_for.items():
+        names = ", ".join(dict.fromkeys(kernel.name for kernel in without))
+        gains = "; ".join(dict.fromkeys(kernel.about for kernel in without))
+        say_once(f"{name} was changed: it runs as written, without the kernels of {names} ({gains})", key=name)
+
+
+def is_off():
+    """Return whether no kernel is wanted."""
+    return os.environ.get(PLAIN, "") not in ("", "0")
+
+
+def is_unchanged(name):
+    """Return whether a function's source is what a kernel was made for; say it if it is not."""
+    if is_off():
+        return False
+    same = json.loads(DIGESTS.read_text()).get(name) == digest(pkgutil.resolve_name(name))
+    if not same:
+        say_once(f"{name} was changed: it runs as written, slower", key=name)
+    return same
+
+
+def fingerprint(model):
+    """Return a value that an edit of a model in this process changes.
+
+    That is an edit of its modules' types, parameters, hooks and attributes, or of a function in the files that define
+    their classes. What was compiled or captured before an edit does not have it.
+    """
+    parts, files = [], set()
+    for module in model.modules():
+        names = [name for name in module.__dict__ if name != "comm"]  # lanes have a new one in each pass
+        values = [value for name in names if (value := module.__dict__[name]) is not None]
+        hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+        parts += [type(module), *map(id, (*values, *hooks, *module._parameters.values(), *module._modules.values()))]
+        files.add(sys.modules[type(module).__module__])
+    for file in files:
+        scopes = [file, *(value for value in vars(file).values() if inspect.isclass(value))]
+        parts += [underlying(value) for scope in scopes for value in vars(scope).values() if callable_in_project(value)]
+    return parts
+
+
+def in_use():
+    """Return the plain functions for which a kernel may stand in."""
+    return list(dict.fromkeys(used))
+
+
+def stop_using():
+    """Let no kernel stand in any longer, in this process."""
+    for function in used:
+        function.kernels = ()
+    used.clear()
+
+
+@contextlib.contextmanager
+def plain_only():
+    """Let no kernel stand in within this block."""
+    before = [(function, function.kernels) for function in in_use()]
+    stop_using()
+    try:
+        yield
+    finally:
+        stop_using()
+        for function, kernels in before:
+            function.kernels = kernels
+            used.append(function)
+
+
+# ---- What a plain function calls, and its digest ---------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A function or a constant, and where the plain functions look it up."""
+
+    name: str  # "model.attend"
+    namespace: object  # the module model
+    attribute: str  # "attend"
+    function: object
+    is_ours: bool  # whether it is part of this project, and so has a digest
+
+
+def functions_of(kernel):
+    """Return the Calls of a Kernel: its plain function, those in `calls`, and all that these call in turn."""
+    calls = {}
+    for name in (kernel.name, *kernel.calls):
+        path, _, attribute = name.rpartition(".")
+        _add_call(calls, pkgutil.resolve_name(path), attribute)
+    return list(calls.values())
+
+
+def _add_call(calls, namespace, attribute):
+    module = namespace.__name__ if inspect.ismodule(namespace) else f"{namespace.__module__}.{namespace.__qualname__}"
+    name, value = f"{module}.{attribute}", getattr(namespace, attribute)
+    if name in calls:
+        return
+    function = underlying(value)
+    calls[name] = Call(name, namespace, attribute, value, not module.startswith("torch."))
+    if not inspect.isfunction(function) or not calls[name].is_ours:
+        return
+    scope = sys.modules[function.__module__]
+    owner = getattr(scope, function.__qualname__.rpartition(".")[0], None)  # the class of a method
+    with contextlib.suppress(OSError, SyntaxError):  # without a source its digest is unknown, too
+        _add_calls_in(calls, syntax_tree(function), scope, owner)
+
+
+def _add_calls_in(calls, tree, scope, owner):
+    """Add what a function calls. scope: its module. owner: the class of a method, or None."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "self" and inspect.isclass(owner) and callable_in_project(vars(owner).get(node.attr)):
+                _add_call(calls, owner, node.attr)
+            elif getattr(scope, node.value.id, None) is torch.nn.functional:
+                _add_call(calls, torch.nn.functional, node.attr)
+            elif callable_in_project(getattr(getattr(scope, node.value.id, None), node.attr, None)):
+                _add_call(calls, getattr(scope, node.value.id), node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in vars(scope):
+            value = vars(scope)[node.id]
+            if callable_in_project(value) or isinstance(value, int | float | str | tuple):
+                _add_call(calls, scope, node.id)
+
+
+def callable_in_project(value):
+    """Return whether a value is a function or a property of this project."""
+    function = underlying(value)
+    if not inspect.isfunction(function):
+        return False
+    path = Path(function.__code__.co_filename)
+    return path.is_relative_to(ROOT) and "site-packages" not in path.parts
+
+
+def underlying(value):
+    """Return the function behind a property or a decorator, or the value itself."""
+    value = value.fget if isinstance(value, property) else value
+    return inspect.unwrap(value) if inspect.isfunction(value) else value
+
+
+def syntax_tree(function):
+    """Return the syntax tree of a function without docstrings and @plain. Raises OSError where there is no source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    definition = tree.body[0]
+    if isinstance(definition, ast.FunctionDef):
+        definition.decorator_list = [d for d in definition.decorator_list if ast.unparse(d) != "plain"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+def digest(value):
+    """Return the digest of a function's source, comments, docstrings and layout aside, or of a constant."""
+    function = underlying(value)
+    try:
+        text = ast.unparse(syntax_tree(function)) if inspect.isfunction(function) else repr(function)
+    except (OSError, SyntaxError):  # a function without a file, such as a lambda that was typed in
+        return "unknown"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def make_ready(kernel, calls):
+    """Return the ReadyKernel of a Kernel."""
+    others = [call for call in calls if call.name != kernel.name]
+    namespaces = types.SimpleNamespace()
+    paths = ["__class__", "__class__"]  # of two or more paths attrgetter makes a tuple
+    for i, call in enumerate(others):
+        setattr(namespaces, f"of{i}", call.namespace)
+        code = ".__code__" if inspect.isfunction(call.function) else ""
+        wrapped = ".__wrapped__" if hasattr(call.function, "__wrapped__") else ""
+        paths.append(f"of{i}.{call.attribute}{wrapped}{code}")
+    current = attrgetter(*paths)
+    owner = pkgutil.resolve_name(kernel.name.rpartition(".")[0])
+    methods = frozenset(call.attribute for call in others if call.namespace is owner and inspect.isclass(owner))
+    return ReadyKernel(kernel, others, current, namespaces, current(namespaces), owner if methods else None, methods)
