@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from ladder import config_check, wiring_text
 from ladder.errors import InputError, did_you_mean
 from ladder.kernels import quant_linear
-from ladder.kernels.registry import plain
+from ladder.kernels.registry import one_pass, plain
 from ladder.layers.attention_inputs import attention_metadata, norm_heads, rope_frequencies, rotate
 from ladder.layers.norms import ACTIVATIONS, NORMS
 
@@ -586,6 +586,7 @@ class Transformer(nn.Module):
     device = property(lambda self: self.norm.weight.device)
     dtype = property(lambda self: self.norm.weight.dtype)  # of activations, and of weights that are not quantized
 
+    @one_pass
     def forward(self, tokens, positions=None, cache=None, cache_length=None, last_index=None, splits=1):
         """Return the local logits (B, S, v) of tokens (B, S) int64; with last_index (B,) those of one token (B, 1, v).
 

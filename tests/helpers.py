@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import copy
+import dataclasses
 import functools
 import io
 import math
@@ -228,10 +229,11 @@ def counted_kernels():
             counts[kernel.name] += result is not None
             return result
 
-        return kernel._replace(function=run)
+        return run
 
     for function, kernels in before:
-        function.kernels = tuple(ready._replace(kernel=counted(ready.kernel)) for ready in kernels)
+        counting = [dataclasses.replace(ready, function=counted(ready.kernel)) for ready in kernels]
+        function.kernels = tuple(counting)
     yield counts
     for function, kernels in before:
         function.kernels = kernels

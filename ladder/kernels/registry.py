@@ -5,7 +5,8 @@ arguments and computes the same faster. It stands in for the plain function only
 
 -   The source is what the kernel was made for: that of the plain function and of the project's functions that it calls.
     digests.json has a digest of each, and use() compares them when a model is loaded.
--   None of these functions was replaced since, as in model.attend = my_attend. Each call compares them by identity.
+-   None of these functions was replaced since, as in model.attend = my_attend. Each pass of a model, or each call that
+    is part of none, compares their code by identity.
 -   The kernel knows the modules and tensors of this call. It checks their types, hooks, biases and shapes itself, and
     returns None where there is anything else. So whatever a kernel does not know makes it stand back.
 -   No gradient is asked for, since kernels have none.
@@ -18,6 +19,7 @@ alike. $LADDER_PLAIN=1, which generate.py --plain sets, lets no kernel stand in.
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -49,16 +51,22 @@ class Kernel(NamedTuple):
     calls: tuple[str, ...] = ()  # plain functions of submodules that it stands in for as well: "model.Linear.forward"
 
 
-class ReadyKernel(NamedTuple):
-    """A Kernel in use, with what each call compares."""
+@dataclasses.dataclass(slots=True)
+class ReadyKernel:
+    """A Kernel in use, with what is compared."""
 
     kernel: Kernel
-    calls: tuple  # the Calls of its plain function
+    function: Callable  # the kernel's
+    calls: list  # the Calls of its plain function
     current: Callable  # namespaces -> the code of these functions as it is now
     namespaces: types.SimpleNamespace
     known: tuple  # their code as it was
     owner: type | None  # the class of its module, if the plain function calls other methods of that
     methods: frozenset  # their names
+    is_current: bool = False  # whether no function was replaced, in the pass that is under way
+
+
+in_pass = False  # whether a pass of a whole model is under way, in which is_current holds
 
 
 def plain(function):
@@ -67,8 +75,9 @@ def plain(function):
     @functools.wraps(function)
     def call(*arguments, **named):
         for ready in call.kernels:
-            if may_stand_in(ready, arguments):
-                result = ready.kernel.function(*arguments, **named)
+            usable = ready.is_current if in_pass else may_stand_in(ready, arguments)
+            if usable and (ready.owner is None or has_known_methods(ready, arguments[0])):
+                result = ready.function(*arguments, **named)
                 if result is not None:
                     return result
         return call.__wrapped__(*arguments, **named)  # looked up at the call, so that a notebook may reload it
@@ -77,35 +86,61 @@ def plain(function):
     return call
 
 
+def one_pass(forward):
+    """Mark the forward pass of a whole model: functions are compared once for all of its layers (a decorator)."""
+
+    @functools.wraps(forward)
+    def call(*arguments, **named):
+        global in_pass
+        if in_pass or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return call.__wrapped__(*arguments, **named)
+        for function in used:
+            for ready in function.kernels:
+                ready.is_current = is_current(ready)
+        in_pass = True
+        try:
+            return call.__wrapped__(*arguments, **named)
+        finally:
+            in_pass = False
+
+    return call
+
+
 def may_stand_in(ready, arguments):
     """Return whether none of the functions was replaced, and no gradient is asked for."""
     if torch.compiler.is_compiling():
-        return is_current(ready)
-    try:
-        if ready.current(ready.namespaces) != ready.known:
-            return is_current(ready)
-    except AttributeError:  # something without code was put in a function's place
-        return is_current(ready)
-    if ready.owner is not None:
-        module = arguments[0]
-        if type(module) is not ready.owner or not ready.methods.isdisjoint(module.__dict__):
-            say_once(f"a {type(module).__name__} may have functions of its own: {off(ready.kernel)}")
-            return False
-    return not (torch.is_grad_enabled() and needs_gradient(arguments))
+        return is_still_current(ready)
+    return is_current(ready) and not (torch.is_grad_enabled() and needs_gradient(arguments))
+
+
+def has_known_methods(ready, module):
+    """Return whether a module has no methods but those of the class that the kernel was made for."""
+    if type(module) is ready.owner and ready.methods.isdisjoint(module.__dict__):
+        return True
+    say_once(f"a {type(module).__name__} may have functions of its own: {off(ready.kernel)}")
+    return False
 
 
 def is_current(ready):
     """Return whether none of the functions that a kernel stands in for was replaced; say which, if any."""
+    try:
+        if ready.current(ready.namespaces) == ready.known:
+            return True
+    except AttributeError:  # something without code was put in a function's place
+        pass
     known = ready.known[-len(ready.calls) :]
-    replaced = [call for call, code in zip(ready.calls, known, strict=False) if code_of(call) is not code]
-    for call in replaced:
-        say_once(f"{call.name} was replaced: it runs as written, and {off(ready.kernel)}", key=call.name)
-    return not replaced
+    for call, code in zip(ready.calls, known, strict=False):
+        if code_of(call) is not code:
+            say_once(f"{call.name} was replaced: it runs as written, and {off(ready.kernel)}", key=call.name)
+    return False
 
 
-is_current._dynamo_marked_constant = (
-    True  # what torch.compiler.assume_constant_result sets, but that imports the compiler
-)
+def is_still_current(ready):
+    return is_current(ready)
+
+
+# what torch.compiler.assume_constant_result does, which imports the compiler
+is_still_current._dynamo_marked_constant = True
 
 
 def code_of(call):
@@ -335,4 +370,5 @@ def make_ready(kernel, calls):
     current = attrgetter(*paths)
     owner = pkgutil.resolve_name(kernel.name.rpartition(".")[0])
     methods = frozenset(call.attribute for call in others if call.namespace is owner and inspect.isclass(owner))
-    return ReadyKernel(kernel, others, current, namespaces, current(namespaces), owner if methods else None, methods)
+    owner = owner if methods else None
+    return ReadyKernel(kernel, kernel.function, others, current, namespaces, current(namespaces), owner, methods)

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 
 from ladder.errors import InputError
+from ladder.kernels.registry import one_pass
 from ladder.progress import progress
 from model import SingleDevice, interleave
 from tp import load_shard, split_range
@@ -76,6 +77,7 @@ class Lanes(nn.Module):
     device = property(lambda self: self.lanes[0].device)
     dtype = property(lambda self: self.lanes[0].dtype)
 
+    @one_pass
     def forward(self, tokens, positions=None, cache=None, cache_length=None, last_index=None, splits=1):
         """Return the logits of all lanes' parts of the vocabulary, side by side; the arguments: Transformer.forward."""
         n = len(self.lanes)

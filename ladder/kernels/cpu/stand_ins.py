@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from ladder.errors import InputError
 from ladder.kernels import quant_kernels, registry
 from ladder.kernels.cpu import skinny_gemm
+from ladder.kernels.cpu.skinny_gemm import LAYOUT
 from ladder.kernels.quant_linear import DEQUANTIZED_AT_ONCE, QuantLinear, add_bias
 from ladder.kernels.registry import Kernel, say_once
 from ladder.layers import experts as layers_experts
@@ -34,28 +35,31 @@ def is_changed(module):
 
 
 def matrix_of(module, name):
-    """Return (weight, bits, bias) of the linear `name` of a module as skinny_gemm.cpp takes them, or None.
+    """Return (weight, bits, bias, N, K) of the linear `name` of a module as skinny_gemm.cpp takes it, or None.
 
-    bits: 16 of bfloat16; 8 or 4 of a packed QuantLinear.
+    bits: 16 of bfloat16, of which N and K are those of the weight; 8 or 4 of a packed QuantLinear.
     """
     linear = module._modules[name]
-    kind, parameters = type(linear), getattr(linear, "_parameters", None)
-    if not is_changed(linear):
-        if kind is Linear and len(parameters) == 2:
-            return parameters["weight"], 16, parameters["bias"]
-        if kind is QuantLinear and linear.layout is skinny_gemm.LAYOUT:
-            return parameters["packed"], linear.bits, parameters["bias"]
+    kind = type(linear)
+    if not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__):
+        if kind is QuantLinear:
+            if linear.layout is LAYOUT:
+                parameters = linear._parameters
+                return parameters["packed"], linear.bits, parameters["bias"], linear.out_features, linear.in_features
+            return None
+        if kind is Linear:
+            parameters = linear._parameters
+            weight = parameters["weight"]
+            return weight, 16, parameters["bias"], *weight.shape
     tell_change(module, name)
     return None
 
 
 def tell_change(module, name):
-    """Say that a part of a module is none that its kernel knows, unless it is only in another dtype or not packed."""
+    """Say that a part of a module is none that its kernel knows."""
     part, kind = module._modules[name], type(module).__name__
-    if is_changed(part):
-        say_once(f"{name} of a {kind} has a hook or a forward of its own: {kind}.forward runs as written there, slower")
-    elif type(part) not in (Linear, QuantLinear, RMSNorm, nn.Identity):
-        say_once(f"{name} of a {kind} is a {type(part).__name__}: {kind}.forward runs as written there, slower")
+    what = "has a hook or a forward of its own" if is_changed(part) else f"is a {type(part).__name__}"
+    say_once(f"{name} of a {kind} {what}: {kind}.forward runs as written there, slower")
 
 
 # ---- Linears and norms -----------------------------------------------------------------------------------------------
@@ -96,26 +100,23 @@ def norm(self, x):
 # ---- The layers ------------------------------------------------------------------------------------------------------
 
 
-def most_rows(*bits):
+def most_rows(bits):
     """Return of how many rows skinny_gemm.cpp multiplies weights of these bits faster than other kernels do."""
-    return skinny_gemm.SKINNY_ROWS if 16 in bits else skinny_gemm.SKINNY_INT_ROWS
+    return skinny_gemm.SKINNY_ROWS if bits == 16 else skinny_gemm.SKINNY_INT_ROWS
 
 
 def feed_forward(self, x):
     """Compute the MLP of a few rows in one call, so that no time is lost between its products."""
     if self.activation is not F.silu or len(self._modules) != 3 or self._parameters or not is_bf16(x):
         return None
-    w1, w3, w2 = matrix_of(self, "w1"), matrix_of(self, "w3"), matrix_of(self, "w2")
-    if w1 is None or w3 is None or w2 is None or not w1[1] == w3[1] == w2[1]:
+    gate, up, down = matrix_of(self, "w1"), matrix_of(self, "w3"), matrix_of(self, "w2")
+    if gate is None or up is None or down is None:
         return None
-    if w1[2] is not None or w3[2] is not None:
+    weight, bits, bias, N, K = gate
+    if bits != up[1] or bits != down[1] or bias is not None or up[2] is not None or x.numel() > most_rows(bits) * K:
         return None
-    weight, bits, _ = w1
-    N, K = weight.shape if bits == 16 else (self.w1.out_features, self.w1.in_features)
-    if x.numel() > most_rows(bits) * K:
-        return None
-    y = torch.ops.ladder.feed_forward(x, weight, w3[0], w2[0], N, K, bits)
-    return y if w2[2] is None else y + w2[2]
+    y = torch.ops.ladder.feed_forward(x, weight, up[0], down[0], N, K, bits)
+    return y if down[2] is None else y + down[2]
 
 
 def attend(q, k, v, mask=None, score_cap=None, sinks=None):
@@ -149,31 +150,40 @@ def attention(self, x, metadata, cache):
     """
     if cache is None or metadata.query_scale is not None or torch.compiler.is_compiling() or not is_bf16(x):
         return None
-    if self.gates or not self.rotates or self.score_cap or self.head_dim % 64 or self._parameters:
+    if self.gates or not self.rotates or self.score_cap or self.head_dim % 64 or self.whole_norm:
         return None
-    if self.__dict__.get("sinks") is not None or len(self._modules) != 4:
+    if self._parameters or self.__dict__["sinks"] is not None or len(self._modules) != 4:
         return None
-    wqkv, wo, norms, eps = matrix_of(self, "wqkv"), matrix_of(self, "wo"), (), 0.0
-    q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
-    if wqkv is None or wo is None or x.shape[0] * x.shape[1] > min(most_rows(wqkv[1], wo[1]), FEW_POSITIONS):
+    inputs, outputs = matrix_of(self, "wqkv"), matrix_of(self, "wo")
+    if inputs is None or outputs is None:
         return None
+    rows = x.shape[0] * x.shape[1]
+    if rows > FEW_POSITIONS or rows > most_rows(inputs[1]) or rows > most_rows(outputs[1]):
+        return None
+    norms = norms_of_heads(self)
+    rope, mask = (metadata.window_rope, metadata.window_mask) if self.window else (metadata.rope, metadata.mask)
+    if norms is None or rope[0].dtype is not torch.float32:
+        return None
+    weight, bits, bias, _, columns = outputs
+    heads = columns // self.head_dim
+    y = torch.ops.ladder.attention_step(
+        x, inputs[0], weight, (inputs[1], bits), heads, inputs[2], *norms, *rope, metadata.rows, metadata.positions,
+        *cache, mask,
+    )  # fmt: skip
+    return y if bias is None else y + bias
+
+
+def norms_of_heads(attention):
+    """Return (weights of q_norm and k_norm, or none, their eps), or None if they are not RMSNorms of one eps."""
+    q_norm, k_norm = attention._modules["q_norm"], attention._modules["k_norm"]
     if is_changed(q_norm) or is_changed(k_norm):
-        tell_change(self, "q_norm" if is_changed(q_norm) else "k_norm")
+        tell_change(attention, "q_norm" if is_changed(q_norm) else "k_norm")
         return None
-    if type(q_norm) is RMSNorm and type(k_norm) is RMSNorm and q_norm.eps == k_norm.eps and not self.whole_norm:
-        norms, eps = (q_norm._parameters["weight"], k_norm._parameters["weight"]), q_norm.eps
-    elif type(q_norm) is not nn.Identity or type(k_norm) is not nn.Identity:
+    if type(q_norm) is nn.Identity and type(k_norm) is nn.Identity:
+        return (), 0.0
+    if type(q_norm) is not RMSNorm or type(k_norm) is not RMSNorm or q_norm.eps != k_norm.eps:
         return None
-    rope, mask = metadata.rope, metadata.mask
-    if self.window:
-        rope, mask = metadata.window_rope, metadata.window_mask
-    if rope[0].dtype is not torch.float32:
-        return None
-    weight = wo[0]
-    N = (weight.shape[1] if wo[1] == 16 else self.wo.in_features) // self.head_dim
-    arguments = weight, (wqkv[1], wo[1]), N, wqkv[2], norms, eps
-    y = torch.ops.ladder.attention_step(x, wqkv[0], *arguments, *rope, metadata.rows, metadata.positions, *cache, mask)
-    return y if wo[2] is None else y + wo[2]
+    return (q_norm._parameters["weight"], k_norm._parameters["weight"]), q_norm.eps
 
 
 def latent_attention(self, q, kv, metadata, cache):

@@ -1,0 +1,78 @@
+"""docs/change-it.md: each of its changes, made in a copy of the project as it stands on the page, takes effect."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import HANGS, ROOT
+
+PAGE = (ROOT / "docs/change-it.md").read_text()
+HEAD, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+USUAL = re.search(r"```bash\n(.*?)\n```", HEAD, re.DOTALL).group(1)
+BLOCK = re.compile(r"```(diff|bash|python)(?: (\S+))?\n(.*?)```", re.DOTALL)
+PARTS = "model.py", "tp.py", "generate.py", "complete.py", "ladder", "demo"
+
+
+def edited(source, diff):
+    """The source with a diff's lines put in; all others of its lines must be there once, in this order."""
+    lines = diff.splitlines()
+    before = "".join(f"{line[1:]}\n" for line in lines if line[:1] in " -" and line or line == "")
+    after = "".join(f"{line[1:]}\n" for line in lines if line[:1] in " +" and line or line == "")
+    assert source.count(before) == 1, diff
+    return source.replace(before, after)
+
+
+def run(folder, words, **environment):
+    """The standard output of a command in a copy of the project, and what it said on stderr."""
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def unedited():
+    """What the demo writes without any change."""
+    return run(ROOT, shlex.split(USUAL))[0]
+
+
+def common(a, b):
+    """How many characters are alike."""
+    return len(os.path.commonprefix([a, b]))
+
+
+FAST = "4. ", "6. "  # the others take as long, and run with the longer tests
+
+
+@pytest.mark.parametrize("section", [
+    pytest.param(section, id=section.splitlines()[0], marks=[] if section.startswith(FAST) else pytest.mark.slow)
+    for section in SECTIONS
+])  # fmt: skip
+def test_a_change_takes_effect_as_it_stands_on_the_page(section, unedited, tmp_path):
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, tmp_path / part)
+    (tmp_path / "checkpoints").mkdir()
+    blocks = BLOCK.findall(section)
+    for kind, name, text in blocks:
+        if kind == "diff":
+            path = tmp_path / name
+            path.write_text(edited(path.read_text(), text))
+    commands = [[sys.executable, "-c", text] for kind, _, text in blocks if kind == "python"]
+    commands += [shlex.split(text) for kind, _, text in blocks if kind == "bash"]
+    for command in commands or [shlex.split(USUAL)]:
+        printed, said = run(tmp_path, command)
+        if not printed:  # it only wrote a checkpoint
+            continue
+        plain, _ = run(tmp_path, command, LADDER_PLAIN="1")
+        if section.startswith(("6. ", "7. ")):  # these only look
+            assert len(printed.splitlines()) == len(plain.splitlines()) > 1
+        else:  # rounding may change what comes later
+            assert printed != unedited and common(printed, plain) > common(printed, unedited) + 3, said
+    expected = re.search(r"print\(.*?\).*?: (\d+)$", section, re.MULTILINE)
+    assert not expected or printed.splitlines()[-1] == expected.group(1)
