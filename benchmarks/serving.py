@@ -25,7 +25,7 @@ from ladder.errors import InputError
 from ladder.ranks import launch
 from ladder.ranks.world import World
 
-WORDS = "the a dog cat girl boy park big small red ran saw said then they happy sad house tree water".split()
+TEXT = "the a dog cat girl boy park big small red ran saw said then they happy sad house tree water"
 
 
 def ask(port, body, events):
@@ -47,7 +47,7 @@ def measure(args, streams, seed):
     choose, results = random.Random(seed), [[] for _ in range(streams)]
     body = {"max_tokens": args.new_tokens, "temperature": args.temperature, "stream": True} | json.loads(args.body)
     body["stream_options"] = {"include_usage": True}
-    prompts = [" ".join(choose.choices(WORDS, k=args.words)) for _ in results]
+    prompts = [" ".join(choose.choices(TEXT.split(), k=args.words)) for _ in results]
     threads = [
         threading.Thread(target=ask, args=(args.port, body | {"prompt": prompt, "seed": i}, events))
         for i, (prompt, events) in enumerate(zip(prompts, results, strict=True))
@@ -77,7 +77,7 @@ def main(argv=None):
     p.add_argument("--words", type=flags.count, default=80, metavar="N", help="of a prompt")
     p.add_argument("--new-tokens", type=flags.count, default=64, metavar="N", help="of an answer")
     p.add_argument("--temperature", type=flags.number(float, 0), default=0.8, metavar="T")
-    p.add_argument("--body", default="{}", metavar="JSON", help='more of a request, e.g. \'{"ignore_eos": true}\'')
+    p.add_argument("--body", default="{}", metavar="JSON", help="more of a request, e.g. '{\"ignore_eos\": true}'")
     p.add_argument("--rounds", type=flags.count, default=5, metavar="N", help="the result is their median")
     p.add_argument("--json", metavar="FILE", default="serving.jsonl", help="append the results here")
     args = p.parse_args(argv)
