@@ -165,7 +165,11 @@ def sample_rows(samplers, logits, comm=SINGLE_DEVICE):
     kinds = {}
     for row, sampler in enumerate(samplers):
         kinds.setdefault("greedy" if sampler.greedy else sampler.filters, []).append(row)
-    draws = [joined([samplers[row] for row in rows]).begin(logits[rows], comm) for rows in kinds.values()]
+    parts = [logits[rows] for rows in kinds.values()] if len(kinds) > 1 else [logits]
+    draws = [
+        joined([samplers[row] for row in rows]).begin(part, comm)
+        for rows, part in zip(kinds.values(), parts, strict=True)
+    ]
     sizes = [candidates.numel() for candidates, _ in draws]
     received = comm.all_gather(torch.cat([candidates.flatten() for candidates, _ in draws])).split(sizes, -1)
     ids = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
