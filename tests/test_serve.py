@@ -25,6 +25,7 @@ from helpers import BASE, ROOT, command, greedy_tokens, random_model, run_ranks,
 from test_generate import edit_config
 from test_linear_attention import CONFIG as LINEAR
 
+import tp
 from complete import complete, load
 from generate import Runner
 from ladder.checkpoints.tokenizer import load_tokenizer
@@ -147,7 +148,7 @@ def in_turns(world, config, requests, n_rows, few_sizes=False):
             free = [i for i, row in enumerate(rows) if not row.request]
             while left and free and left[0][1][0] <= rows.passes:
                 number, (_, request) = left.pop(0)
-                of_row[i := free.pop()] = number
+                of_row[i := free.pop(0 if few_sizes else -1)] = number  # the rows of a pass may be in their prefill
                 rows.start(i, ASK | request)
             for row, token, finish, *_ in rows.step():
                 answers[of_row[row]] += [token.id] * (finish != "stop")
@@ -182,14 +183,15 @@ def test_rows_answer_as_if_alone(ranks, base, wiring):
 
 def penalized_tokens(net, request):
     """What is greedily chosen with a repetition penalty and a least number of tokens, one naive step at a time."""
-    ids, ends, penalty = list(request["ids"]), {2, *request["stop_token_ids"]}, request["repetition_penalty"]
+    ids, stops, penalty = list(request["ids"]), {*request["stop_token_ids"]}, request["repetition_penalty"]
+    eos_ids = {*net.config.eos_ids}
     while (n := len(ids) - len(request["ids"])) < request["max_tokens"]:
         logits = net(torch.tensor([ids]))[0, -1].double().tolist()
         for i in {*ids}:
             logits[i] = logits[i] / penalty if logits[i] > 0 else logits[i] * penalty
-        allowed = [i for i in range(len(logits)) if n >= request["min_tokens"] or i not in ends]
+        allowed = [i for i in range(len(logits)) if n >= request["min_tokens"] or i not in stops | eos_ids]
         ids.append(max(allowed, key=lambda i: logits[i]))
-        if ids[-1] in ends - ({2} if request["ignore_eos"] else set()):
+        if ids[-1] in stops or (ids[-1] in eos_ids and not request["ignore_eos"]):
             return ids[len(request["ids"]) : -1]
     return ids[len(request["ids"]) :]
 
@@ -197,24 +199,48 @@ def penalized_tokens(net, request):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_requests_with_settings_of_their_own_are_answered_as_if_alone(ranks):
     """Greedy ones as a naive loop says, and sampled ones as in a single row, by their seeds."""
-    net, (r, ids) = random_model(BASE), prompts_of(12, 1)
-    requests = []
+    config, (r, ids), requests = dataclasses.replace(BASE, eos_ids=tuple(range(60, 131))), prompts_of(12, 1), []
+    net = random_model(config)
     for i, prompt in enumerate(ids):
-        request = {"ids": prompt, "max_tokens": 9 + i, "repetition_penalty": (1.0, 1.4, 0.8)[i % 3]}
-        request |= {"min_tokens": (0, 5, 9)[i // 2 % 3], "ignore_eos": i % 4 == 1}
-        request["stop_token_ids"] = r.sample(range(131), 40) if i % 2 else []
+        request = {"ids": prompt, "max_tokens": 9 + i, "repetition_penalty": (1.0, 0.8, 1.4)[i % 3]}
+        request |= {"min_tokens": (5, 9, 7)[i // 2 % 3], "ignore_eos": i % 4 == 1}
+        request["stop_token_ids"] = r.sample(range(131), 90) if i % 2 else []
         ways = [(0,), (1.0,), (0.9, 5, 0.95, 0.0), (1.1, None, 1.0, 0.2), (2.0, None, 0.9, 0.0), (0,)]
         names = "temperature", "top_k", "top_p", "min_p"
         request["sampling"] = dict(zip(names, ways[i % 6], strict=False)) | {"seed": i}
         requests.append((i // 2, ASK | request))
-    alone, _ = in_turns(World(0, 1, torch.device("cpu")), BASE, requests, 1)
+    alone, _ = in_turns(World(0, 1, torch.device("cpu")), config, requests, 1)
     with torch.inference_mode():
         for (_, request), answer in zip(requests, alone, strict=True):
             if not request["sampling"]["temperature"]:
                 assert answer == penalized_tokens(net, request)
-    assert {*map(len, alone)} & {5, 6, 7} and len({*map(str, alone)}) == 12  # some end early
-    for answers, sizes in run_ranks(ranks, in_turns, BASE, requests, 5):
+    assert len({*map(len, alone)} & {5, 7, 9}) > 1 and len({*map(str, alone)}) == 12  # some end as early as they may
+    for answers, sizes in run_ranks(ranks, in_turns, config, requests, 5):
         assert answers == alone and max(sizes) == (5, 5)
+
+
+def adjusted_logits(world, logits):
+    """The logits of all ranks from which rows of several settings draw their first tokens."""
+    net = shard(BASE, world)
+    rows = Rows(Runner(net, net.new_cache(2, 9)), BASE.eos_ids)
+    settings = {"repetition_penalty": 1.5}, {"min_tokens": 3, "stop_token_ids": [9]}
+    for row, more in zip(rows, settings, strict=True):
+        rows.start(row.slot, ASK | {"ids": [5, 6, 7, 5], "max_tokens": 4} | more)
+        row.ids = [5, 6, 7, 5]
+    part = slice(*tp.vocab_range(BASE.vocab_size, world.rank, world.shares))
+    return net.comm.gather_logits(rows.adjusted(rows, logits[:, part]))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_penalties_and_least_lengths_change_logits_as_defined(ranks):
+    logits = torch.randn(2, BASE.vocab_size, generator=torch.Generator().manual_seed(0))
+    expected = logits.double()
+    for i in 5, 6, 7:
+        expected[0, i] *= 1 / 1.5 if expected[0, i] > 0 else 1.5
+    assert len({*logits[0, 5:8].sign().tolist()}) == 2  # both cases
+    expected[1, [2, 9]] = torch.finfo(torch.float32).min
+    for adjusted in run_ranks(ranks, adjusted_logits, logits):
+        torch.testing.assert_close(adjusted.double(), expected)
 
 
 def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
