@@ -30,7 +30,8 @@ from generate import Runner
 from ladder.checkpoints import checkpoint, sizes
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line.prompts import read_prompts
-from ladder.decoding.batch import Sampler, make_cache, round_up, sample_rows
+from ladder.decoding.batch import Sampler, make_cache, round_up
+from ladder.decoding.sample_rows import sample_rows
 from ladder.errors import InputError
 from ladder.ranks.world import World
 from model import SingleDevice

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ladder.decoding.batch import Sampler, last_tokens, sample_rows
+from ladder.decoding.batch import Sampler, last_tokens
+from ladder.decoding.sample_rows import sample_rows
 from ladder.progress import progress
 
 SHORT_CHUNK = 128  # tokens of a chunk of a prefill while other rows wait, or if all its logits are needed

@@ -3,8 +3,6 @@
 Shape letters: B batch, S sequence, V vocabulary, v this rank's part of it.
 """
 
-import copy
-
 import torch
 
 from ladder.errors import InputError
@@ -118,12 +116,6 @@ class Sampler:
 
         return torch.stack((score, token + first_id), -1), choose
 
-    def of(self, rows):
-        """Return a Sampler with the settings of some rows."""
-        result = copy.copy(self)
-        vars(result).update({name: x[rows] for name, x in vars(self).items() if isinstance(x, torch.Tensor)})
-        return result
-
     def random(self, fill, *shape):
         """Return random numbers by a method such as torch.Tensor.uniform_, each row's by its own generator."""
         result = torch.empty(shape, device=self.generator.device)
@@ -144,35 +136,3 @@ class Sampler:
         lead, block = (by_block.sum(-1).double() / e[:, blocks.clamp(max=n_blocks - 1)]).max(-1)
         id_leads = by_block.gather(1, block[:, None, None].expand(-1, 1, VOCAB_BLOCK))[:, 0] / e[:, n_blocks:]
         return lead, block * VOCAB_BLOCK + id_leads.argmax(-1)
-
-
-def joined(samplers):
-    """Return a Sampler for as many rows, all greedy, all with filters or all without; each is drawn as if alone."""
-    if len(samplers) == 1:
-        return samplers[0]
-    result = copy.copy(samplers[0])
-    result.generators = [sampler.generator for sampler in samplers]
-    result.n_candidates = max(sampler.n_candidates for sampler in samplers)
-    dtypes = {"temperature": torch.float32, "top_k": torch.int64, "top_p": torch.float64, "min_p": torch.float64}
-    for name, dtype in dtypes.items():
-        column = [[getattr(sampler, name)] for sampler in samplers]
-        setattr(result, name, torch.tensor(column, dtype=dtype, device=result.device))
-    return result
-
-
-def sample_rows(samplers, logits, comm=SINGLE_DEVICE):
-    """Return token ids (B,) for local logits (B, v), each row's by a Sampler of its own, with one gather for all."""
-    kinds = {}
-    for row, sampler in enumerate(samplers):
-        kinds.setdefault("greedy" if sampler.greedy else sampler.filters, []).append(row)
-    parts = [logits[rows] for rows in kinds.values()] if len(kinds) > 1 else [logits]
-    draws = [
-        joined([samplers[row] for row in rows]).begin(part, comm)
-        for rows, part in zip(kinds.values(), parts, strict=True)
-    ]
-    sizes = [candidates.numel() for candidates, _ in draws]
-    received = comm.all_gather(torch.cat([candidates.flatten() for candidates, _ in draws])).split(sizes, -1)
-    ids = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
-    for rows, (candidates, choose), of_ranks in zip(kinds.values(), draws, received, strict=True):
-        ids[rows] = choose(of_ranks.unflatten(-1, candidates.shape))
-    return ids

@@ -4,6 +4,8 @@ Shape letters: B batch, v this rank's part of the vocabulary, n candidates. The 
 tensors (B, 1) with those of each row.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 
@@ -58,8 +60,18 @@ def candidates(sample, logits, comm, received):
         rows = slice(None) if logits.is_cuda else short
         values, all_ids = comm.gather_logits(logits[rows]).sort(descending=True, stable=True)
         ids, weights = (F.pad(x, (0, values.shape[-1] - x.shape[-1])) for x in (ids, weights))
-        ids[rows], weights[rows] = all_ids.double(), filtered_weights(sample.of(rows), values.double(), log_total[rows])
+        ids[rows], weights[rows] = (
+            all_ids.double(),
+            filtered_weights(of_rows(sample, rows), values.double(), log_total[rows]),
+        )
     return ids.long(), weights, log_total.isfinite()
+
+
+def of_rows(sample, rows):
+    """Return a Sampler with the settings of some rows."""
+    result = copy.copy(sample)
+    vars(result).update({name: x[rows] for name, x in vars(sample).items() if isinstance(x, torch.Tensor)})
+    return result
 
 
 def filtered_weights(sample, values, log_total, bound=-torch.inf):
