@@ -156,7 +156,7 @@ def shards(index):
 def read_header(path):
     """Return ({tensor: (dtype, shape, (start, stop))}, bytes of the file) of a safetensors file. Raises InputError."""
     try:
-        safe_open(path, framework="pt")  # refuses a file that is not valid
+        names = safe_open(path, framework="pt").keys()  # it refuses a file that is not valid
         with open(path, "rb") as file:
             begin = 8 + int.from_bytes(file.read(8), "little")  # of the tensors, behind the header
             header = json.loads(file.read(begin - 8))
@@ -164,10 +164,11 @@ def read_header(path):
         if isinstance(e, SafetensorError):
             refuse_pointer(path)
         raise InputError(f"{path} is missing, truncated or no safetensors file: {first_line(e)}") from None
-    header.pop("__metadata__", None)
-    for name, tensor in header.items():
-        header[name] = tensor["dtype"], tensor["shape"], [begin + offset for offset in tensor["data_offsets"]]
-    return header, os.path.getsize(path)
+    tensors = {}
+    for name in names:
+        offsets = header[name]["data_offsets"]
+        tensors[name] = header[name]["dtype"], header[name]["shape"], [begin + offset for offset in offsets]
+    return tensors, os.path.getsize(path)
 
 
 class Weights:
