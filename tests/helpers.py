@@ -239,12 +239,13 @@ def counted_kernels():
         function.kernels = kernels
 
 
-def naive(logits, temperature, top_k, top_p):
+def naive(logits, temperature, top_k, top_p, min_p=0.0):
     """What is sampled from, in float64, a token at a time."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[:top_k]
     weights = {i: math.exp((float(logits[i]) - float(logits[order[0]])) / temperature) for i in order}
+    weights = {i: weight for i, weight in weights.items() if weight >= min_p}
     total, mass, kept = sum(weights.values()), 0.0, {}
-    for i in order:
+    for i in weights:
         if mass >= top_p:
             break
         kept[i] = weights[i]

@@ -31,8 +31,10 @@ from ladder.checkpoints import checkpoint, sizes
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line.prompts import read_prompts
 from ladder.decoding.batch import Sampler, make_cache, round_up
+from ladder.decoding.sample_rows import sample_rows
 from ladder.errors import InputError
 from ladder.ranks.world import World
+from model import SingleDevice
 
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -341,12 +343,50 @@ def hard_to_choose(vocab_size):
     return torch.cat((few, equal, few.roll(5) / 50, torch.zeros(2, vocab_size)))
 
 
-@pytest.mark.parametrize("settings", [WAYS[1], *WAYS[4:]], ids=str)
+@pytest.mark.parametrize("settings", [
+    *([*way, 0.0] for way in [WAYS[1], *WAYS[4:]]),
+    (1.0, None, 1.0, 0.01), (1.0, None, 0.6, 1e-3), (2.0, None, 0.5, 1e-3), (1.5, 90, 0.9, 0.05),
+], ids=str)  # fmt: skip
 def test_many_ids_are_drawn_as_often_as_they_are_likely(settings):
     """Where more ids are kept than a rank sends, and where fewer are."""
+    *way, min_p = settings
     for logits in hard_to_choose(300)[:: 4 if settings[1] else 2]:  # of those that equal the k-th, top_k keeps all
-        counts = torch.bincount(Sampler(*settings)(logits.expand(10000, -1)), minlength=300)
+        counts = torch.bincount(Sampler(*way, min_p=min_p)(logits.expand(10000, -1)), minlength=300)
         assert p_value([(counts.tolist(), naive(logits.double(), *settings))]) > 1e-4
+
+
+def samplers_of(n):
+    """Samplers of all kinds, each with settings and a seed of its own."""
+    ways = [*WAYS, (0.9, None, 1.0, 0.02), (1.1, 7, 0.9, 0.01), (1.0, None, 0.97, 1e-4)]
+    return [Sampler(*way[:3], i, "cpu", *way[3:]) for i, way in zip(range(n), itertools.cycle(ways))]  # noqa: B905
+
+
+def sampled_together(world, logits):
+    """What Samplers choose together in some steps, given this rank's part of the logits; how often they gathered."""
+    config = dataclasses.replace(BASE, vocab_size=logits.shape[-1])
+    comm = SingleDevice() if world.alone else tp.TensorParallel(config, world.shares, world.group)
+    samplers, gathers, gather = samplers_of(logits.shape[1]), [], comm.all_gather
+    comm.all_gather = lambda x: gathers.append(x) or gather(x)
+    parts = logits[..., slice(*tp.vocab_range(logits.shape[-1], world.rank, world.shares))]
+    return [sample_rows(samplers, part, comm).tolist() for part in parts], len(gathers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_rows_that_are_sampled_together_are_chosen_as_if_alone(ranks):
+    """In a batch whose rows have other settings and other logits, that are not finite in one."""
+    logits = torch.stack([hard_to_choose(700).repeat(3, 1).roll(n, 0) for n in range(4)])
+    logits[2, 5, 3] = torch.nan
+    alone = samplers_of(24)
+    expected = [[sample(row[None]).item() for sample, row in zip(alone, step, strict=True)] for step in logits]
+    assert expected[2][5] == -1 and len({*map(str, expected)}) == 4
+    for ids, gathers in run_ranks(ranks, sampled_together, logits):
+        assert ids == expected and gathers <= 2 * len(logits)  # the second of all logits of a few rows
+
+
+def test_rows_that_are_sampled_together_gather_once():
+    logits = torch.cat([hard_to_choose(700)[:2]] * 6)[None]
+    [(_, gathers), _] = run_ranks(2, sampled_together, logits)
+    assert gathers == 1
 
 
 def chosen(world, logits, gathers):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import http.client
+import itertools
 import json
 import os
 import random
@@ -24,9 +25,11 @@ from helpers import BASE, ROOT, command, greedy_tokens, random_model, run_ranks,
 from test_generate import edit_config
 from test_linear_attention import CONFIG as LINEAR
 
+import tp
 from complete import complete, load
 from generate import Runner
 from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.ranks.world import World
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: requirements-serve.txt has it")
 from starlette.exceptions import HTTPException
@@ -120,29 +123,41 @@ def model():
     return load(ROOT / "demo", "cpu", "float32")
 
 
-def in_turns(world, config, requests, n_rows):
-    """What Rows answers to requests [(pass in which it comes, ids, max_tokens)], by their order."""
+ASK = {  # a request to Rows, without ids and max_tokens
+    "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "sampling": {"temperature": 0},
+    "repetition_penalty": 1.0, "logprobs": None, "echo": False,
+}  # fmt: skip
+
+
+def in_turns(world, config, requests, n_rows, few_sizes=False):
+    """What Rows answers to requests [(pass in which it comes, request)], and [(rows that decode, rows of the pass)]."""
     net = shard(config, world)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("extras.serve.rows.SHORT_CHUNK", 5)  # so that a prompt takes several, between others' steps
-        rows = Rows(Runner(net, net.new_cache(n_rows, config.max_seq_len)), config.eos_ids)
+        runner, sizes, decode = Runner(net, net.new_cache(n_rows, config.max_seq_len)), [], Runner.decode
+        runner.graphs = few_sizes  # as where steps are captured
+        rows = Rows(runner, config.eos_ids)
+
+        def counted(self, tokens, *args):
+            sizes.append((sum(not row.prefilling for row in rows.busy), len(tokens)))
+            return decode(self, tokens, *args)
+
+        patch.setattr(Runner, "decode", counted)
         answers, of_row, left = [[] for _ in requests], {}, list(enumerate(requests))
-
-        def note(taken):
-            for row, token, finish, *_ in taken:
-                answers[of_row[row]] += [token.id] * (finish != "stop")
-
         while left or rows.busy:
             free = [i for i, row in enumerate(rows) if not row.request]
             while left and free and left[0][1][0] <= rows.passes:
-                number, (_, ids, most) = left.pop(0)
-                of_row[i := free.pop()] = number
-                echo = number % 2 == 1  # whose prompt is scored
-                request = {"ids": ids, "max_tokens": most, "sampling": [0, None, 1.0, 0], "echo": echo}
-                request["logprobs"] = 1 if echo else None
-                rows.start(i, request)
-            note(rows.step())
-    return answers
+                number, (_, request) = left.pop(0)
+                of_row[i := free.pop(0 if few_sizes else -1)] = number  # the rows of a pass may be in their prefill
+                rows.start(i, ASK | request)
+            for row, token, finish, *_ in rows.step():
+                answers[of_row[row]] += [token.id] * (finish != "stop")
+    return answers, sizes
+
+
+def prompts_of(n, seed):
+    r = random.Random(seed)
+    return r, [[1, *(r.randrange(3, 131) for _ in range(r.randrange(0, 20)))] for _ in range(n)]
 
 
 BASES = [(BASE, "ladder"), (LINEAR, "ladder"), pytest.param(BASE, "standard", marks=slow)]
@@ -152,25 +167,91 @@ BASES = [(BASE, "ladder"), (LINEAR, "ladder"), pytest.param(BASE, "standard", ma
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=slow)])
 def test_rows_answer_as_if_alone(ranks, base, wiring):
     config = dataclasses.replace(base, wiring=wiring)
-    r = random.Random(0)
-    ids = [[1, *(r.randrange(3, 131) for _ in range(r.randrange(0, 20)))] for _ in range(7)]
+    r, ids = prompts_of(7, 0)
     ids[5] = ids[2] + ids[5]  # finds its beginning in a cache
-    requests = [(when, row, r.randrange(1, 15)) for when, row in zip([0, 0, 1, 4, 5, 9, 60], ids, strict=True)]
+    passes = [0, 0, 1, 4, 5, 9, 60]
+    requests = [(when, {"ids": row, "max_tokens": r.randrange(1, 15)}) for when, row in zip(passes, ids, strict=True)]
+    for _, request in requests[1::2]:
+        request |= {"echo": True, "logprobs": 1}  # whose prompt is scored
     net = random_model(config)
-    expected = [greedy_tokens(net, row, most, end=2) for _, row, most in requests]
-    for answers in run_ranks(ranks, in_turns, config, requests, 3):
-        assert answers == expected
+    expected = [greedy_tokens(net, request["ids"], request["max_tokens"], end=2) for _, request in requests]
+    for few_sizes in False, True:
+        for answers, sizes in run_ranks(ranks, in_turns, config, requests, 6 if few_sizes else 3, few_sizes):
+            assert answers == expected and len({n for n, _ in sizes}) > 1
+            assert all(size == (min(m for m in (1, 4, 6) if m >= n) if few_sizes else n) for n, size in sizes)
+
+
+def penalized_tokens(net, request):
+    """What is greedily chosen with a repetition penalty and a least number of tokens, one naive step at a time."""
+    ids, stops, penalty = list(request["ids"]), {*request["stop_token_ids"]}, request["repetition_penalty"]
+    eos_ids = {*net.config.eos_ids}
+    while (n := len(ids) - len(request["ids"])) < request["max_tokens"]:
+        logits = net(torch.tensor([ids]))[0, -1].double().tolist()
+        for i in {*ids}:
+            logits[i] = logits[i] / penalty if logits[i] > 0 else logits[i] * penalty
+        allowed = [i for i in range(len(logits)) if n >= request["min_tokens"] or i not in stops | eos_ids]
+        ids.append(max(allowed, key=lambda i: logits[i]))
+        if ids[-1] in stops or (ids[-1] in eos_ids and not request["ignore_eos"]):
+            return ids[len(request["ids"]) : -1]
+    return ids[len(request["ids"]) :]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_requests_with_settings_of_their_own_are_answered_as_if_alone(ranks):
+    """Greedy ones as a naive loop says, and sampled ones as in a single row, by their seeds."""
+    config, (r, ids), requests = dataclasses.replace(BASE, eos_ids=tuple(range(60, 131))), prompts_of(12, 1), []
+    net = random_model(config)
+    for i, prompt in enumerate(ids):
+        request = {"ids": prompt, "max_tokens": 9 + i, "repetition_penalty": (1.0, 0.8, 1.4)[i % 3]}
+        request |= {"min_tokens": (5, 9, 7)[i // 2 % 3], "ignore_eos": i % 4 == 1}
+        request["stop_token_ids"] = r.sample(range(131), 90) if i % 2 else []
+        ways = [(0,), (1.0,), (0.9, 5, 0.95, 0.0), (1.1, None, 1.0, 0.2), (2.0, None, 0.9, 0.0), (0,)]
+        names = "temperature", "top_k", "top_p", "min_p"
+        request["sampling"] = dict(zip(names, ways[i % 6], strict=False)) | {"seed": i}
+        requests.append((i // 2, ASK | request))
+    alone, _ = in_turns(World(0, 1, torch.device("cpu")), config, requests, 1)
+    with torch.inference_mode():
+        for (_, request), answer in zip(requests, alone, strict=True):
+            if not request["sampling"]["temperature"]:
+                assert answer == penalized_tokens(net, request)
+    assert len({*map(len, alone)} & {5, 7, 9}) > 1 and len({*map(str, alone)}) == 12  # some end as early as they may
+    for answers, sizes in run_ranks(ranks, in_turns, config, requests, 5):
+        assert answers == alone and max(sizes) == (5, 5)
+
+
+def adjusted_logits(world, logits):
+    """The logits of all ranks from which rows of several settings draw their first tokens."""
+    net = shard(BASE, world)
+    rows = Rows(Runner(net, net.new_cache(2, 9)), BASE.eos_ids)
+    settings = {"repetition_penalty": 1.5}, {"min_tokens": 3, "stop_token_ids": [9]}
+    for row, more in zip(rows, settings, strict=True):
+        rows.start(row.slot, ASK | {"ids": [5, 6, 7, 5], "max_tokens": 4} | more)
+        row.ids = [5, 6, 7, 5]
+    part = slice(*tp.vocab_range(BASE.vocab_size, world.rank, world.shares))
+    return net.comm.gather_logits(rows.adjusted(rows, logits[:, part]))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_penalties_and_least_lengths_change_logits_as_defined(ranks):
+    logits = torch.randn(2, BASE.vocab_size, generator=torch.Generator().manual_seed(0))
+    expected = logits.double()
+    for i in 5, 6, 7:
+        expected[0, i] *= 1 / 1.5 if expected[0, i] > 0 else 1.5
+    assert len({*logits[0, 5:8].sign().tolist()}) == 2  # both cases
+    expected[1, [2, 9]] = torch.finfo(torch.float32).min
+    for adjusted in run_ranks(ranks, adjusted_logits, logits):
+        torch.testing.assert_close(adjusted.double(), expected)
 
 
 def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
     net = random_model(BASE)
     rows = Rows(Runner(net, net.new_cache(2, 64)), ())
-    ask = {"max_tokens": 4, "sampling": [0, None, 1.0, 0], "echo": False, "logprobs": None}
+    ask = ASK | {"max_tokens": 4}
     with torch.inference_mode():
         for i in range(2):
             rows.start(i, ask | {"ids": [5, 6, 7, 8 + i]})
         assert [[i for i, *_ in rows.step()] for _ in range(2)] == [[0], [1, 0]]
-        rows[0].runner.cache[0][1].fill_(torch.nan)
+        rows.caches[rows[0].slot][0][1].fill_(torch.nan)
         assert [(i, finish) for i, _, finish, *_ in rows.step()] == [(0, "error"), (1, None)]
         rows.start(0, ask | {"ids": [9]})
         ids = [token.id for _ in range(3) for i, token, *_ in rows.step() if i == 0]
@@ -181,7 +262,7 @@ def test_a_long_prompt_is_prefilled_between_the_steps_of_others(monkeypatch):
     monkeypatch.setattr(rows, "SHORT_CHUNK", 4)
     net = random_model(BASE)
     two = Rows(Runner(net, net.new_cache(2, 64)), ())
-    ask = {"max_tokens": 30, "sampling": [0, None, 1.0, 0], "echo": False, "logprobs": None}
+    ask = ASK | {"max_tokens": 30}
     with torch.inference_mode():
         two.start(0, ask | {"ids": [5, 6, 7]})
         two.step()
@@ -213,6 +294,43 @@ def test_text_lies_across_tokens():
     cut = next(n for n in range(len(ids)) if tokenizer.decode(ids[: n + 1]).endswith("\ufffd"))
     assert held.push(ids[1 : cut + 1], "length")[0].endswith("\ufffd")  # half a character, but it is the end
     assert "Lily" not in Text(tokenizer, ids[: cut + 1], []).push(ids[cut + 1 :], "length")[0]  # which the prompt has
+
+
+def test_a_stop_string_may_not_end_in_the_first_min_tokens():
+    tokenizer = load_tokenizer(ROOT / "demo")
+    _, c, a, b, *_ = tokenizer.encode_plain("abcabc")
+    ids, whole = [a, b, c] * 3, "abcabcabc"
+    for min_tokens, stop in itertools.product((0, 2, 3, 5, 9), ("c", "bc", "abcab")):
+        ends = (end for end in range(min_tokens + 1, 10) if whole[:end].endswith(stop))
+        parts, shown, finish = Text(tokenizer, [1, c], [stop], min_tokens), "", None
+        for i in ids:
+            if not finish:
+                text, finish = parts.push([i], "length" if len(shown) + len(parts.withheld) == 8 else None)
+                shown += text
+        assert shown == whole[: next(ends, 9 + len(stop)) - len(stop)], (min_tokens, stop)
+
+
+def test_what_load_generators_send(server, model):
+    [story] = complete(*model, ["Once upon a time"], 240, temperature=0.5, seed=8)  # it ends by itself
+    count = len(model[1].encode(f"Once upon a time{story}")) - 5
+    ask = {"prompt": f"Once upon a time{story}", "max_tokens": 9, "temperature": 0}
+
+    def choice(**more):
+        answer = server.ask(**ask | more)[1]
+        return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
+
+    assert 20 < count < 230 and choice() == ("stop", 1) and choice(ignore_eos=True) == ("length", 9)
+    assert choice(min_tokens=4)[1] >= 4 and choice(min_tokens=9) == ("length", 9)
+    [text] = complete(*model, ["Once upon a time"], 30, temperature=0)
+    ids = model[1].encode(f"Once upon a time{text}")
+    end = next(i for i in ids[10:] if i not in ids[:10])
+    answer = server.ask(prompt="Once upon a time", max_tokens=30, temperature=0, stop_token_ids=[end])[1]
+    assert answer["choices"][0]["finish_reason"] == "stop" and text.startswith(answer["choices"][0]["text"])
+    assert answer["usage"]["completion_tokens"] == ids.index(end) - 4  # as end-of-sequence, it is counted
+    likeliest = {"temperature": 1.5, "seed": 3, "min_p": 1.0}
+    assert server.text("One day", **likeliest) == server.text("One day") == server.text("One day", top_k=1, seed=4)
+    texts = {server.text("One day", max_tokens=60, repetition_penalty=penalty) for penalty in (1, 1.5)}
+    assert len(texts) == 2
 
 
 def test_an_answer_is_that_of_generate(server, model):
@@ -317,7 +435,10 @@ REFUSED = [  # body, status, words of the message
     (OK | {"temperature": -1}, 400, "temperature is -1"), (OK | {"temperature": True}, 400, "temperature is True"),
     (OK | {"top_p": 7}, 400, "top_p is 7"), (OK | {"seed": -2}, 400, "seed is -2"),
     (OK | {"top_k": -2}, 400, "top_k is -2"), (OK | {"skip_special_tokens": False}, 400, "is not implemented"),
-    (OK | {"repetition_penalty": 1.1}, 400, "is not implemented"), (CHAT | {"logprobs": 0}, 400, "wrong type"),
+    (OK | {"repetition_penalty": 0}, 400, "repetition_penalty is 0"), (CHAT | {"logprobs": 0}, 400, "wrong type"),
+    (OK | {"min_p": 1.5}, 400, "min_p is 1.5"), (OK | {"min_tokens": 3}, 400, "min_tokens is 3 but must be from 0 to"),
+    (OK | {"ignore_eos": 1}, 400, "ignore_eos is 1"), (OK | {"stop_token_ids": [1024]}, 400, "stop_token_ids must be"),
+    (OK | {"stop_token_ids": "a"}, 400, "of a wrong type"), (OK | {"presence_penalty": 1}, 400, "is not implemented"),
     (OK | {"stop": [""]}, 400, "stop must"),
     (OK | {"stop": ["a"] * 17}, 400, "stop must"), (OK | {"stop": [3]}, 400, "stop must"),
     (OK | {"logprobs": 99}, 400, "logprobs are of 0 to 20"), (OK | {"echo": 1}, 400, "echo is 1"),
@@ -343,6 +464,7 @@ def test_bad_requests_are_error_objects(server, body, status, words):
 
 def test_what_asks_for_nothing_passes(server):
     neutral = {"repetition_penalty": 1.0, "top_k": -1, "seed": -1, "n": 1, "logit_bias": {}, "stop": "", "best_of": 1}
+    neutral |= {"min_p": 0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": []}
     neutral |= {"skip_special_tokens": True, "logprobs": False, "presence_penalty": 0.0, "suffix": None, "tools": []}
     status, answer = server.ask(**OK, **neutral)
     assert status == 200 and answer["choices"][0]["logprobs"] is None

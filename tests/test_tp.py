@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import math
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -28,6 +30,7 @@ from reference import Reference
 
 import generate
 import tp
+from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
 from ladder.ranks import launch, meeting, watch
 from ladder.ranks.world import choose_device
@@ -132,6 +135,49 @@ def test_a_rank_reads_only_its_slice():
     for name, count in read:
         whole = "embeddings" in name or "norm" in name
         assert count == state[name].numel() // (1 if whole else 4), name
+
+
+def test_a_header_is_parsed_once_and_a_file_is_mapped_only_while_a_tensor_of_it_lives(tiny, monkeypatch):
+    parsed = []
+    for module, name in (checkpoint, "safe_open"), (checkpoint.json, "loads"):
+        function = getattr(module, name)
+        count = lambda *args, function=function, **flags: parsed.append(function) or function(*args, **flags)  # noqa: E731
+        monkeypatch.setattr(module, name, count)
+    weights, maps = checkpoint.Weights(tiny), Path("/proc/self/maps")
+    assert len(parsed) == 2
+    config = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300)
+    tp.load_shard(config, weights, torch.float32, "cpu")
+    tensors = [weights.read(name) for name in weights.names()]
+    assert len(parsed) == 2 and len(tensors) > 20
+    assert not maps.exists() or str(tiny) in maps.read_text()
+    tensors.clear()
+    assert not maps.exists() or str(tiny) not in maps.read_text()
+
+
+@pytest.mark.parametrize("shift", range(9))  # earlier versions of safetensors did not align the header
+def test_tensors_of_any_dtype_are_read_wherever_they_begin(shift, tmp_path):
+    names = {dtype: name for name, dtype in checkpoint.STORED_DTYPES.items()}
+    tensors = {"shift": torch.zeros(shift, dtype=torch.uint8), "scalar": torch.tensor(3.5), "none": torch.zeros(0, 4)}
+    tensors |= {name: torch.arange(6).view(2, 3).to(dtype) for dtype, name in names.items()}
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        stop = len(data) + tensor.nbytes
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [len(data), stop]}
+        data += bytes(tensor.flatten().view(torch.uint8).tolist())
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    weights = checkpoint.Weights(tmp_path)
+    for name, tensor in tensors.items():
+        stored = weights.read(name)
+        assert stored.dtype == tensor.dtype and stored.shape == tensor.shape, name
+        assert torch.equal(stored.clone().flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+
+
+def test_a_dtype_that_is_unknown_here_is_refused(tmp_path):
+    text = json.dumps({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(2))
+    with pytest.raises(InputError, match="model.safetensors: tensor w holds F4, which is not supported"):
+        checkpoint.Weights(tmp_path).read("w")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

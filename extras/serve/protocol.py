@@ -19,7 +19,9 @@ from ladder.decoding.batch import Sampler
 NUMBER = int, float
 COMMON_FIELDS = {  # {a field of a request: (its types, its default)}
     "model": (str, None), "stream": (bool, False), "stream_options": (dict, {}), "temperature": (NUMBER, 1.0),
-    "top_k": (int, None), "top_p": (NUMBER, 1.0), "seed": (int, None), "stop": ((str, list), []),
+    "top_k": (int, None), "top_p": (NUMBER, 1.0), "min_p": (NUMBER, 0.0), "repetition_penalty": (NUMBER, 1.0),
+    "seed": (int, None), "stop": ((str, list), []), "stop_token_ids": (list, []), "ignore_eos": (bool, False),
+    "min_tokens": (int, 0),
 }  # fmt: skip
 CHAT_FIELDS = COMMON_FIELDS | {
     "messages": (list, []), "logprobs": (bool, False), "top_logprobs": (int, 0), "max_tokens": (int, math.inf),
@@ -34,7 +36,7 @@ IGNORED_FIELDS = {  # they do not change an answer here
 }  # fmt: skip
 NEUTRAL_VALUES = {  # {a field: values that ask for what is done anyway}
     "n": [1], "best_of": [1], "top_k": [-1, 0], "seed": [-1], "stop": [""], "logprobs": [False], "typical_p": [1],
-    "repetition_penalty": [1], "length_penalty": [1], "skip_special_tokens": [True], "modalities": [["text"]],
+    "length_penalty": [1], "skip_special_tokens": [True], "modalities": [["text"]],
     "spaces_between_special_tokens": [True], "add_generation_prompt": [True], "response_format": [{"type": "text"}],
 }  # fmt: skip
 MESSAGE_KEYS = {  # {a key that a message may have besides role and content: what a chat template that heeds it names}
@@ -97,6 +99,12 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
     valid = logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
     check(valid, f"logprobs are of 0 to {MAX_LOGPROBS} tokens in a place")
     check(max_tokens > 0, f"max_tokens is {max_tokens} but must be at least 1")
+    valid = 0 <= ask["min_tokens"] <= max_tokens
+    check(valid, f"min_tokens is {ask['min_tokens']} but must be from 0 to max_tokens, {max_tokens}")
+    valid = 0.01 <= ask["repetition_penalty"] <= 100
+    check(valid, f"repetition_penalty is {ask['repetition_penalty']} but must be a number from 0.01 to 100")
+    valid = all(type(i) is int and 0 <= i < vocab_size for i in ask["stop_token_ids"])
+    check(valid, f"stop_token_ids must be a list of token ids from 0 to {vocab_size - 1}")
     if chat:
         prompts = [read_messages(ask["messages"], tokenizer, context, ask["chat_template_kwargs"])]
     else:
@@ -108,9 +116,10 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
         check(valid, f"token ids are from 0 to {vocab_size - 1}")
         check(0 < len(ids) < context, f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}")
         seed = random.getrandbits(62) if ask["seed"] is None else ask["seed"]
-        sampling = [ask["temperature"], ask["top_k"], ask["top_p"], seed]
-        Sampler(*sampling)  # raises InputError
+        sampling = {name: ask[name] for name in ("temperature", "top_k", "top_p", "min_p")} | {"seed": seed}
+        Sampler(**sampling)  # raises InputError
         request = {"ids": ids, "max_tokens": min(max_tokens, context - len(ids)), "sampling": sampling}
+        request |= {name: ask[name] for name in ("repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens")}
         requests.append(request | {"logprobs": logprobs, "echo": ask.get("echo", False)})
         echoes.append(echo(text, ids, tokenizer) if requests[-1]["echo"] else ("", []))
     return ask | {"chat": chat, "stop": stop, "requests": requests, "echoes": echoes}
@@ -210,7 +219,7 @@ class Text:
     each of these, in the text and in the stop string.
     """
 
-    def __init__(self, tokenizer, ids, stops):
+    def __init__(self, tokenizer, ids, stops, min_tokens=0):
         hidden = hidden_names(tokenizer)
         self.marks = {i: chr(0xF0000 + n) for n, i in enumerate(hidden) if any(hidden[i] in stop for stop in stops)}
         for i, mark in self.marks.items():
@@ -218,17 +227,21 @@ class Text:
         self.unmarked = str.maketrans("", "", "".join(self.marks.values()))
         self.stream, self.stops, self.longest = TextStream(tokenizer, ids), stops, max(map(len, stops), default=1)
         self.withheld, self.size = "", 0  # text in which a stop string may have begun; characters so far
+        self.early_tokens, self.early = min_tokens, 0  # in which no stop string may end; their characters in `withheld`
 
     def push(self, ids, finish):
         """Return (the text that no stop string can change any more, why the answer ends or None)."""
         for i in ids:
             new = self.stream.push([i])
             self.withheld, self.size = self.withheld + new + self.marks.get(i, ""), self.size + len(new)
+            if self.early_tokens > 0:
+                self.early_tokens, self.early = self.early_tokens - 1, len(self.withheld)
         self.withheld += self.stream.flush() if finish else ""
         end = len(self.withheld) if finish else max(0, len(self.withheld) - self.longest + 1)
-        if cuts := [i for stop in self.stops if (i := self.withheld.find(stop)) >= 0]:
+        starts = {stop: max(0, self.early - len(stop) + 1) for stop in self.stops}
+        if cuts := [i for stop in self.stops if (i := self.withheld.find(stop, starts[stop])) >= 0]:
             end, finish = min(cuts), "stop"
-        text, self.withheld = self.withheld[:end], self.withheld[end:]
+        text, self.withheld, self.early = self.withheld[:end], self.withheld[end:], max(0, self.early - end)
         return text.translate(self.unmarked), finish
 
 

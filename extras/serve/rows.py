@@ -1,4 +1,4 @@
-"""Continuous batching over a static cache. A request has a row until it ends, and all rows decode in one pass.
+"""Continuous batching over a static cache. A request has a row until it ends; the rows that decode do so in one pass.
 
 A prompt is prefilled in chunks, one between two decode steps, so that a long prompt does not stop other streams.
 
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ladder.decoding.batch import Sampler, last_tokens
+from ladder.decoding.sample_rows import sample_rows
 from ladder.progress import progress
 
 SHORT_CHUNK = 128  # tokens of a chunk of a prefill while other rows wait, or if all its logits are needed
@@ -35,42 +36,64 @@ def scored(ids, logits, n):
 
 
 class Row:
-    """A row of the cache. All but the last token of `ids` are cached, even after its request has ended.
+    """A place for a request. All but the last token of `ids` are cached, even after the request has ended.
 
-    request: None, or a dict of ids, max_tokens, sampling (the arguments of a Sampler), logprobs (for how many of the
-    likeliest tokens in each place, or None) and echo (whether also for the prompt). During a prefill, `ids` is only as
-    much of the prompt as the cache holds, and one more.
+    request: None, or a dict of ids, max_tokens, min_tokens (before which the answer does not end), ignore_eos and
+    stop_token_ids, sampling (the arguments of a Sampler), repetition_penalty, logprobs (for how many of the likeliest
+    tokens in each place, or None) and echo (whether also for the prompt). During a prefill, `ids` is only as much of
+    the prompt as the cache holds, and one more.
+
+    slot: its index in the cache, which changes, so that the rows that decode have the first slots.
     """
 
-    def __init__(self, runner, row):
+    def __init__(self, slot, has_states):
         self.ids, self.request, self.used = [0], None, 0  # used: the pass in which a request last began or ended
-        self.runner = copy.copy(runner)  # of this row alone
-        self.runner.cache = [(k[row : row + 1], v[row : row + 1]) for k, v in runner.cache]
+        self.slot, self.has_states = slot, has_states  # of linear attention, which cannot go back in a sequence
 
     def cached(self, ids):
         """Return how many of a prompt's first tokens are cached; 0 with linear attention."""
-        has_states = self.runner.model.config.linear_layers  # they cannot go back to where the prompts differ
-        return 0 if has_states else len(os.path.commonprefix([self.ids[:-1], ids[:-1]]))
+        return 0 if self.has_states else len(os.path.commonprefix([self.ids[:-1], ids[:-1]]))
 
     prefilling = property(lambda self: self.request and len(self.ids) <= len(self.request["ids"]))
+    n_new = property(lambda self: len(self.ids) - len(self.request["ids"]))
 
 
 class Rows(list):
-    """The Rows of a Runner's cache."""
+    """The Rows of a Runner's cache.
+
+    runners: {how many rows decode in a pass: a Runner of the first slots of the cache}: any number of rows, or where
+    steps are compiled or captured only 1, 4, 16, ... and all.
+    """
 
     def __init__(self, runner, eos_ids):
-        super().__init__(Row(runner, row) for row in range(len(runner.cache[0][0])))
-        self.runner, self.eos_ids, self.greedy, self.passes = runner, eos_ids, Sampler(0), 0
+        n, has_states = len(runner.cache[0][0]), bool(runner.model.config.linear_layers)
+        super().__init__(Row(slot, has_states) for slot in range(n))
+        self.runner, self.eos_ids, self.passes, self.runners = runner, eos_ids, 0, {}
+        self.caches = [self.part(slot, slot + 1) for slot in range(n)]  # of each slot
+        fixed_shapes = runner.compiles or runner.graphs
+        for size in range(1, n + 1):
+            if not fixed_shapes or size == n or size in (4**i for i in range(size)):
+                self.runners[size] = copy.copy(runner)
+                self.runners[size].cache = self.part(0, size)
 
     busy = property(lambda self: [row for row in self if row.request])
 
+    def part(self, start, stop):
+        """Return some slots of the cache."""
+        return [tuple(tensor[start:stop] for tensor in layer) for layer in self.runner.cache]
+
     def start(self, number, request):
         """Begin a request in a free row."""
-        row, ids = self[number], request["ids"]
+        row, ids, device = self[number], request["ids"], self.runner.device
         row.scores = request["echo"] and request["logprobs"] is not None
         row.cached_tokens, row.prompt_tokens = (0, [Token(ids[0])]) if row.scores else (row.cached(ids), [])
         row.ids, row.request, row.used = ids[: row.cached_tokens + 1], request, self.passes
-        row.sampler = Sampler(*request["sampling"], self.runner.device)
+        row.sampler = Sampler(**request["sampling"], device=device)
+        row.ends = {*request["stop_token_ids"], *(() if request["ignore_eos"] else self.eos_ids)}
+        row.seen = None  # whether an id is in the prompt or in the answer, (V,)
+        if request["repetition_penalty"] != 1:
+            row.seen = torch.zeros(self.runner.model.config.vocab_size, dtype=torch.bool, device=device)
+            row.seen[ids] = True
 
     def step(self):
         """Run a chunk of the oldest prompt that is not all in the cache, if any, and a decode step of the other rows.
@@ -81,16 +104,23 @@ class Rows(list):
         """
         self.passes += 1
         prefilling, decoding = [row for row in self if row.prefilling], [row for row in self.busy if not row.prefilling]
-        taken = self.prefill(min(prefilling, key=lambda row: row.used), decoding) if prefilling else []
-        return taken + self.decode(decoding) if decoding else taken
+        chosen, logits = [], []
+        if prefilling:
+            row = min(prefilling, key=lambda row: row.used)
+            last = self.prefill(row, decoding)
+            if last is not None:
+                chosen, logits = [row], [last]
+        if decoding:
+            logits.append(self.decode(decoding))
+        return self.take(chosen + decoding, torch.cat(logits)) if logits else []
 
     def prefill(self, row, decoding):
-        """Run a chunk of a row's prompt; returns a list as step does."""
-        ids, start, runner = row.request["ids"], len(row.ids) - 1, self.runner
+        """Run a chunk of a row's prompt; returns the logits (1, v) after the prompt, or None if more chunks follow."""
+        ids, start, runner, cache = row.request["ids"], len(row.ids) - 1, self.runner, self.caches[row.slot]
         progress.at("prefill from token", start)
         end = min(start + (SHORT_CHUNK if decoding or row.scores else runner.chunk_tokens), len(ids))
         tokens, positions = torch.tensor([ids[start:end]]), torch.arange(start, end)[None]
-        later = (positions.to(runner.device), row.runner.cache, end) if start else (None, row.runner.cache, None)
+        later = (positions.to(runner.device), cache, end) if start else (None, cache, None)
         select = None if row.scores else torch.tensor([end - start - 1], device=runner.device)
         splits = runner.choose_splits(1, end - start)
         logits = runner.model(tokens.to(runner.device), *later, select, splits)[0]
@@ -98,45 +128,80 @@ class Rows(list):
             full = runner.model.comm.gather_logits(logits)
             row.prompt_tokens += scored(ids[start + 1 : end + 1], full, row.request["logprobs"])
         row.ids = ids[: end + 1]
-        return self.take([row], logits[-1:], [row]) if end == len(ids) else []
+        return logits[-1:] if end == len(ids) else None
 
     def decode(self, decoding):
-        """Run a decode step; returns a list as step does.
+        """Run a decode step of these rows; returns their logits (len(decoding), v).
 
-        On a CPU, a single row decodes as a batch of one. Rows that do not decode read their last token again. This
-        changes only the states of linear attention, which are restored for a row in its prefill.
+        They get the first slots. If the pass has more, other rows read their last token again. This changes only the
+        states of linear attention, which are restored for a row in its prefill.
         """
         progress.at("decode step", self.passes)
-        alone = len(decoding) == 1 and self.runner.device.type == "cpu"
-        rows, runner = (decoding, decoding[0].runner) if alone else (self, self.runner)
-        config, caches = runner.model.config, [row.runner.cache for row in rows if row.prefilling]
+        size = min(size for size in self.runners if size >= len(decoding))
+        others = [row for row in self if row.slot < size and row not in decoding]
+        for row in [row for row in decoding if row.slot >= size]:
+            self.swap(row, others.pop())
+        rows, runner = sorted(self, key=lambda row: row.slot)[:size], self.runners[size]
+        config, caches = runner.model.config, [self.caches[row.slot] for row in rows if row.prefilling]
         linear = [i for i in range(len(runner.cache)) if i % config.n_layers in config.linear_layers]  # of each lane
         states = [(state, state.clone()) for cache in caches for i in linear for state in cache[i]]
         logits = runner.decode(*last_tokens([row.ids for row in rows], runner.device))[:, 0]
         for state, before in states:
             state.copy_(before)
-        return self.take(rows, logits, decoding)
+        return logits[[row.slot for row in decoding]]
 
-    def take(self, rows, logits, chosen):
-        """Sample a token for the chosen rows from the logits (len(rows), v) of `rows`; returns a list as step does."""
+    def swap(self, row, other):
+        """Let two rows exchange their slots, with what the cache has of them."""
+        n, places = max(len(row.ids), len(other.ids)), (self.caches[row.slot], self.caches[other.slot])
+        for a, b in zip(*map(itertools.chain.from_iterable, places), strict=True):
+            if a.dim() == 4:  # keys or values, of which only the first are in use; otherwise a state
+                a, b = a[:, :, :n], b[:, :, :n]
+            before = a.clone()
+            a.copy_(b)
+            b.copy_(before)
+        row.slot, other.slot = other.slot, row.slot
+
+    def take(self, rows, logits):
+        """Sample a token for each of the rows from its logits (len(rows), v); returns a list as step does."""
         comm, taken = self.runner.model.comm, []
-        ids = self.greedy(logits, comm).tolist() if any(not row.sampler.temperature for row in chosen) else None
-        full = comm.gather_logits(logits) if any(row.request["logprobs"] is not None for row in chosen) else None
+        ids = sample_rows([row.sampler for row in rows], self.adjusted(rows, logits), comm).tolist()
+        places = [i for i, row in enumerate(rows) if row.request["logprobs"] is not None]
+        full = dict(zip(places, comm.gather_logits(logits[places]), strict=True)) if places else {}
         for i, row in enumerate(rows):
-            if row not in chosen:
-                continue
-            token = Token(int(row.sampler(logits[i : i + 1], comm)) if row.sampler.temperature else ids[i])
-            if row.request["logprobs"] is not None:
-                [token] = scored([token.id], full[i : i + 1], row.request["logprobs"])
+            token = Token(ids[i])
+            if i in full:
+                [token] = scored([token.id], full[i][None], row.request["logprobs"])
             row.ids.append(token.id)
-            ended = len(row.ids) - len(row.request["ids"]) >= row.request["max_tokens"]
-            finish = "stop" if token.id in self.eos_ids else "length" if ended else None
+            finish = "stop" if token.id in row.ends else "length" if row.n_new >= row.request["max_tokens"] else None
             if token.id < 0:
                 finish, row.ids = "error", [0]
-                for tensor in itertools.chain(*row.runner.cache):
+                for tensor in itertools.chain(*self.caches[row.slot]):
                     tensor.zero_()  # even masked, a NaN would reach the next request
+            elif row.seen is not None:
+                row.seen[token.id] = True
             if finish:
                 row.request, row.used = None, self.passes
             taken.append((self.index(row), token, finish, row.prompt_tokens, row.cached_tokens))
             row.prompt_tokens, row.cached_tokens = [], 0
         return taken
+
+    def adjusted(self, rows, logits):
+        """Return the local logits (len(rows), v) from which tokens are drawn.
+
+        repetition_penalty: of ids that the prompt or the answer has, positive logits are divided by it and negative
+        ones are multiplied. Ids that would end an answer too early get the least logit.
+        """
+        first_id, v = self.runner.model.comm.local_logits(logits)[1], logits.shape[-1]
+        penalized = [i for i, row in enumerate(rows) if row.seen is not None]
+        early = [i for i, row in enumerate(rows) if row.n_new < row.request["min_tokens"]]
+        if penalized or early:
+            logits = logits.float().clone()
+        if penalized:
+            seen = torch.stack([rows[i].seen[first_id : first_id + v] for i in penalized])
+            penalty = torch.tensor([[rows[i].request["repetition_penalty"]] for i in penalized], device=logits.device)
+            some = logits[penalized]
+            logits[penalized] = some.where(~seen, torch.where(some > 0, some / penalty, some * penalty))
+        for i in early:
+            ends = {*self.eos_ids, *rows[i].request["stop_token_ids"]}  # also those that are ignored
+            logits[i, [end - first_id for end in ends if 0 <= end - first_id < v]] = torch.finfo(logits.dtype).min
+        return logits

@@ -111,7 +111,8 @@ class Answer:
     async def choices(self):
         """Yield entries of `choices`: for a stream whenever there is new text, else one. At the end, free the row."""
         request, chat, stream, tokenizer = self.request, self.ask["chat"], self.ask["stream"], self.front.tokenizer
-        text, tokens, role = Text(tokenizer, request["ids"], self.ask["stop"]), [], {"role": "assistant"}
+        text = Text(tokenizer, request["ids"], self.ask["stop"], request["min_tokens"])
+        tokens, role = [], {"role": "assistant"}
         new, offsets = self.ask["echoes"][self.index]
         begin = len(new)
         try:
@@ -361,10 +362,11 @@ def main(argv=None):
     world.say(f"loading {args.checkpoint} ...")
     runner, _ = generate.load(job)
     rows = Rows(runner, job.config.eos_ids)
-    if args.compile and args.rows > 1 and world.device.type == "cpu":
+    if args.compile:
         from ladder.kernels import compiling
 
-        compiling.warm_up(rows[0].runner, [[0]], job.max_new_tokens, rows.greedy)
+        for size in [size for size in rows.runners if size < args.rows]:
+            compiling.warm_up(rows.runners[size], [[0]] * size, job.max_new_tokens, job.sample)
 
     def drain(number, frame):
         signal.signal(signal.SIGTERM, ending.terminate)  # a second one ends at once

@@ -24,6 +24,12 @@ from model import Config
 MOST_LAYERS = 1000  # more are refused before they are built
 LARGEST_NUMBER = {int: 2**24, float: 1e30}  # in a config.json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED_DTYPES = {  # {what a safetensors file calls a dtype: the dtype}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
 LFS_POINTER = "version https://git-lfs."  # how a pointer begins, which stands for a file that is not pulled yet
 MERGE = "merge it: peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
 WRAPPERS = re.compile(r"^module\.|(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.(module\.)?")  # in names
@@ -147,6 +153,24 @@ def shards(index):
     return [index.parent / name for name in names]
 
 
+def read_header(path):
+    """Return ({tensor: (dtype, shape, (start, stop))}, bytes of the file) of a safetensors file. Raises InputError."""
+    try:
+        names = safe_open(path, framework="pt").keys()  # it refuses a file that is not valid
+        with open(path, "rb") as file:
+            begin = 8 + int.from_bytes(file.read(8), "little")  # of the tensors, behind the header
+            header = json.loads(file.read(begin - 8))
+    except (OSError, SafetensorError) as e:
+        if isinstance(e, SafetensorError):
+            refuse_pointer(path)
+        raise InputError(f"{path} is missing, truncated or no safetensors file: {first_line(e)}") from None
+    tensors = {}
+    for name in names:
+        offsets = header[name]["data_offsets"]
+        tensors[name] = header[name]["dtype"], header[name]["shape"], [begin + offset for offset in offsets]
+    return tensors, os.path.getsize(path)
+
+
 class Weights:
     """The tensors of a folder's safetensors files, memory-mapped, so that only what is read is loaded.
 
@@ -158,13 +182,9 @@ class Weights:
         if not single.is_file() and not index.is_file():
             raise InputError(f"{folder} has no {single.name}, no {index.name}{explain(folder)}")
         self.files = {}  # {a tensor's name, without what wrappers add: (its file, its name there)}
+        self.headers = {}  # {a file: what read_header returns}
         for path in [single] if single.is_file() else shards(index):
-            try:
-                stored = safe_open(path, framework="pt").keys()
-            except (OSError, SafetensorError) as e:
-                if isinstance(e, SafetensorError):
-                    refuse_pointer(path)
-                raise InputError(f"{path} is missing, truncated or no safetensors file: {first_line(e)}") from None
+            stored, _ = self.headers[path] = read_header(path)
             if peft := [name for name in stored if re.search(r"^base_model\.model\.|\.(base_layer|lora_[AB])\.", name)]:
                 raise InputError(f"{path}: tensor {peft[0]} is of a PEFT adapter: {MERGE}")
             for name in stored:
@@ -180,9 +200,14 @@ class Weights:
         """Return a tensor that is mapped into memory. Raises InputError if there is none of this name."""
         if name not in self.files:
             raise InputError(f"the checkpoint has no tensor {name}")
-        # The file is opened anew each time, so that the mapping lives only as long as the tensor.
         path, stored = self.files[name]
-        return safe_open(path, framework="pt").get_tensor(stored)
+        header, size = self.headers[path]
+        dtype, shape, (start, stop) = header[stored]
+        if dtype not in STORED_DTYPES:
+            raise InputError(f"{path}: tensor {stored} holds {dtype}, which is not supported")
+        # The file is mapped anew each time, so that the mapping lives only as long as the tensor.
+        mapping = torch.UntypedStorage.from_file(str(path), False, size)
+        return torch.empty(0, dtype=STORED_DTYPES[dtype]).set_(mapping[start:stop], 0, shape)
 
     def fill(self, target, name, dim=0, ranges=None):
         """Copy a tensor into target, or of its dimension dim only the given ranges [(start, stop), ...], joined.

@@ -59,10 +59,12 @@ class Sampler:
     """Chooses token ids, the same on all ranks, given a rank's logits and the model's collectives.
 
     Ranks exchange only their best candidates, since no wiring would hide the time of gathering all logits. temperature:
-    0 is greedy. Equal seeds draw equal tokens on any number of ranks. Raises InputError for values out of range.
+    0 is greedy. top_k, top_p and min_p are applied after it, min_p first: only tokens at least min_p times as likely as
+    the likeliest are drawn. Equal seeds draw equal tokens on any number of ranks. Raises InputError for values out of
+    range.
     """
 
-    def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
+    def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu", min_p=0.0):
         low, high = 1e-6, 1e30  # float32 can still tell them from 0 and infinity
         if not (temperature == 0 or low <= temperature <= high):
             raise InputError(f"temperature is {temperature} but must be 0 (greedy) or from {low} to {high}")
@@ -70,35 +72,56 @@ class Sampler:
             raise InputError(f"top_k is {top_k} but must be a whole number, at least 1")
         if not low <= top_p <= 1:
             raise InputError(f"top_p is {top_p} but must be a number from {low} to 1")
+        if not 0 <= min_p <= 1:
+            raise InputError(f"min_p is {min_p} but must be a number from 0 to 1")
         if not 0 <= seed < 2**63:
             raise InputError(f"seed is {seed} but must be a whole number from 0 to 2^63 - 1")
-        self.temperature, self.top_k, self.top_p, self.device = temperature, top_k, top_p, device
-        self.filters = top_k is not None or top_p < 1
+        self.greedy, self.filters = temperature == 0, top_k is not None or top_p < 1 or min_p > 0
+        self.temperature = torch.tensor(temperature, dtype=torch.float32).item()  # as joined() rounds it
+        self.top_p, self.min_p, self.device = top_p, min_p, device
+        self.top_k = 2**31 if top_k is None else top_k
+        self.n_candidates = 0 if top_k is None else top_k + 1  # at least so many, to see what top_k excludes
         self.generator = torch.Generator(device).manual_seed(seed)
+        self.generators = [self.generator]  # one for all rows, or one for each
         # samplers with an equal key share CUDA graphs; None: sampling is not captured
-        self.graph_key = "greedy" if temperature == 0 else None if self.filters else self
+        self.graph_key = "greedy" if self.greedy else None if self.filters else self
 
     def __call__(self, logits, comm=SINGLE_DEVICE):
         """Return token ids (...) for local logits (..., v), or (B, v) unless greedy; -1 if some are not finite."""
-        greedy = self.temperature == 0
-        if self.filters and not greedy:
+        candidates, choose = self.begin(logits, comm)
+        return choose(comm.all_gather(candidates))
+
+    def begin(self, logits, comm):
+        """Return (what this rank sends to the others, a function from what all ranks sent to the token ids)."""
+        if self.filters and not self.greedy:
             from ladder.decoding import top_k_top_p
 
-            return top_k_top_p.draw(self, logits, comm)
-        numbers, first_id, vocab_size = comm.local_logits(logits if greedy else logits.float())
+            return top_k_top_p.begin(self, logits, comm)
+        numbers, first_id, vocab_size = comm.local_logits(logits if self.greedy else logits.float())
         sections = numbers.unflatten(-1, (N_SECTIONS, -1))
         section_max, section_argmax = sections.max(-1)
         top, section = section_max.max(-1)
         score = (top + 0 * sections.amin(-1).amin(-1)).double()  # 0 * -inf is NaN: finite only if all logits are
-        if greedy:
+        if self.greedy:
             token = section * sections.shape[-1] + section_argmax.gather(-1, section[..., None])[..., 0]
         else:
             weights = (numbers - top[..., None]).div_(self.temperature).exp_()
             lead, token = self.race(weights, first_id, vocab_size)
-            score = score / self.temperature + lead.log()  # the weights are relative to this rank's top
-        scores, ids = comm.all_gather(torch.stack((score, token + first_id), -1)).unbind(-1)
-        winner = ids.gather(0, scores.argmax(0, keepdim=True))[0].long()  # of equal scores, the first rank's
-        return winner.where(scores.isfinite().all(0), -1)
+            score = (score[:, None] / self.temperature)[:, 0] + lead.log()  # weights are relative to the top
+
+        def choose(received):
+            scores, ids = received.unbind(-1)
+            winner = ids.gather(0, scores.argmax(0, keepdim=True))[0].long()  # of equal scores, the first rank's
+            return winner.where(scores.isfinite().all(0), -1)
+
+        return torch.stack((score, token + first_id), -1), choose
+
+    def random(self, fill, *shape):
+        """Return random numbers by a method such as torch.Tensor.uniform_, each row's by its own generator."""
+        result = torch.empty(shape, device=self.generator.device)
+        for rows, generator in zip(result.chunk(len(self.generators)), self.generators, strict=True):
+            fill(rows, generator=generator)
+        return result
 
     def race(self, weights, first_id, vocab_size):
         """Draw local ids (B,) with probabilities proportional to this rank's weights (B, v); returns (leads, ids).
@@ -108,8 +131,7 @@ class Sampler:
         block. All ranks draw the same e, so the result does not depend on their number. first_id: of this rank.
         """
         n_blocks, by_block = -(-vocab_size // VOCAB_BLOCK), weights.unflatten(-1, (-1, VOCAB_BLOCK))
-        e = torch.empty(len(weights), n_blocks + VOCAB_BLOCK, device=weights.device)
-        e.exponential_(generator=self.generator)
+        e = self.random(torch.Tensor.exponential_, len(weights), n_blocks + VOCAB_BLOCK)
         blocks = torch.arange(by_block.shape[1], device=weights.device) + first_id // VOCAB_BLOCK  # the last: padding
         lead, block = (by_block.sum(-1).double() / e[:, blocks.clamp(max=n_blocks - 1)]).max(-1)
         id_leads = by_block.gather(1, block[:, None, None].expand(-1, 1, VOCAB_BLOCK))[:, 0] / e[:, n_blocks:]

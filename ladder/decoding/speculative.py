@@ -148,7 +148,8 @@ def probabilities(sample, logits, comm):
     sample: with a temperature above 0. logits: this rank's (B, v).
     """
     if sample.filters:
-        ids, weights, finite = top_k_top_p.gather_candidates(sample, logits, comm)
+        received = comm.all_gather(top_k_top_p.local_candidates(sample, logits, comm))
+        ids, weights, finite = top_k_top_p.candidates(sample, logits, comm, received)
         weights = (weights / weights.sum(-1, keepdim=True)).nan_to_num().float()
         V = comm.local_logits(logits)[2]
         p = torch.zeros(len(ids), V, device=ids.device).scatter_add_(-1, ids.clamp(max=V - 1), weights)  # padding has 0

@@ -1,0 +1,120 @@
+"""How fast servers of OpenAI's API answer streams that come at once, beside generate.py with as large a batch.
+
+python serve.py --checkpoint checkpoints/smollm2 --rows 16 --port 8000
+python -m benchmarks.serving --checkpoint checkpoints/smollm2 --servers serve.py=8000 llama-server=8001 \
+    --streams 1 4 16 --json serving.jsonl
+
+They take turns. A result has the medians of the tokens per second of all streams, and in milliseconds of the first
+token's time and of the time between two tokens once all streams have begun.
+"""
+
+import functools
+import http.client
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import ladder.openmp  # noqa: F401 (before torch loads)
+
+import torch
+
+from ladder import outputs
+from ladder.benchmarking import environment, in_turns
+from ladder.command_line import flags
+from ladder.errors import InputError
+from ladder.ranks import launch
+from ladder.ranks.world import World
+
+TEXT = "the a dog cat girl boy park big small red ran saw said then they happy sad house tree water"
+
+
+def ask(port, body, events):
+    """Send a request that streams; append the time at which each event came, and at the end its number of tokens."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    last = b""
+    for line in connection.getresponse():
+        if line.startswith(b"data: {"):
+            events.append(time.perf_counter())
+            last = line
+    usage = json.loads(last.removeprefix(b"data: ") or "{}").get("usage")
+    events.append(usage and usage["completion_tokens"])
+    connection.close()
+
+
+def measure(args, streams, seeds, port):
+    """Return the result of one round of a server. Raises InputError if it refuses."""
+    choose, results = random.Random(next(seeds)), [[] for _ in range(streams)]
+    body = {"max_tokens": args.new_tokens, "temperature": args.temperature, "stream": True} | json.loads(args.body)
+    body["stream_options"] = {"include_usage": True}
+    prompts = [" ".join(choose.choices(TEXT.split(), k=args.words)) for _ in results]  # which no server has seen
+    threads = [
+        threading.Thread(target=ask, args=(port, body | {"prompt": prompt, "seed": i}, events))
+        for i, (prompt, events) in enumerate(zip(prompts, results, strict=True))
+    ]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    if not all(events and events[-1] for events in results):
+        raise InputError(f"--servers: the one at port {port} answers without tokens")
+    begun = max(events[0] for events in results)
+    gaps = [b - a for *times, _, _ in results for a, b in zip(times, times[1:], strict=False) if a >= begun]
+    return {
+        "tok_s": sum(events[-1] for events in results) / seconds,
+        "ttft_ms": 1e3 * statistics.median(events[0] - start for events in results),
+        "step_ms": 1e3 * statistics.median(gaps) if gaps else None,
+    }
+
+
+def measure_generate(args, streams, seeds):
+    """Return what measure does, of generate.py with a batch."""
+    prompt = " ".join(random.Random(next(seeds)).choices(TEXT.split(), k=args.words))
+    with tempfile.NamedTemporaryFile() as file:
+        words = ["--checkpoint", args.checkpoint, "--prompt", prompt, "--batch", streams, "--json", file.name]
+        words += ["--max-new-tokens", args.new_tokens, "--temperature", args.temperature]
+        command = [sys.executable, "generate.py", *map(str, words)]
+        subprocess.run(command, cwd=Path(__file__).parents[1], check=True, capture_output=True)
+        result = json.loads(file.read())
+    seconds = result["prefill_s"] + result["decode_s"]
+    tokens = sum(map(len, result["tokens"])) + result["finish"].count("stop")
+    return {"tok_s": tokens / seconds, "ttft_ms": result["ttft_ms"], "step_ms": result["tpot_ms"]}
+
+
+def main(argv=None):
+    p = flags.Parser(__doc__)
+    p.add_argument("--servers", nargs="+", default=["serve.py=8000"], metavar="NAME=PORT", help="on this machine")
+    p.add_argument("--checkpoint", required=True, metavar="DIR", help="that generate.py runs")
+    p.add_argument("--streams", type=flags.count, nargs="+", default=[1, 4, 16], metavar="N", help="that come at once")
+    p.add_argument("--words", type=flags.count, default=80, metavar="N", help="of a prompt")
+    p.add_argument("--new-tokens", type=flags.count, default=64, metavar="N", help="of an answer")
+    p.add_argument("--temperature", type=flags.number(float, 0), default=0.8, metavar="T")
+    p.add_argument("--body", default="{}", metavar="JSON", help="more of a request, e.g. '{\"ignore_eos\": true}'")
+    p.add_argument("--rounds", type=flags.count, default=5, metavar="N", help="the result is their median")
+    p.add_argument("--json", metavar="FILE", default="serving.jsonl", help="append the results here")
+    args = p.parse_args(argv)
+    ports, seeds = dict(server.split("=") for server in args.servers), itertools.count()
+    for streams in args.streams:
+        given = args, streams, seeds
+        ways = {name: functools.partial(measure, *given, port) for name, port in ports.items()}
+        ways["generate.py --batch"] = functools.partial(measure_generate, *given)
+        in_turns(ways, 1)  # not measured: memory is allocated, and shapes are met
+        for engine, rounds in in_turns(ways, args.rounds).items():
+            medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+            print(f"{engine}, {streams} streams:", {name: round(value, 2) for name, value in medians.items()})
+            line = {"case": "serving", "engine": engine, "streams": streams, "words": args.words, "rounds": rounds}
+            line |= {"new_tokens": args.new_tokens} | medians | environment(World(0, 1, torch.device("cpu")))
+            outputs.append_line(args.json, line)
+
+
+if __name__ == "__main__":
+    launch.run(main)

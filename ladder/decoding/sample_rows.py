@@ -1,0 +1,42 @@
+"""Sampling rows that have settings and seeds of their own, with one exchange between the ranks.
+
+Shape letters: B batch, v this rank's part of the vocabulary.
+"""
+
+import copy
+
+import torch
+
+from ladder.decoding.batch import SINGLE_DEVICE
+
+
+def joined(samplers):
+    """Return a Sampler for as many rows, all greedy, all with filters or all without; each is drawn as if alone."""
+    if len(samplers) == 1:
+        return samplers[0]
+    result = copy.copy(samplers[0])
+    result.generators = [sampler.generator for sampler in samplers]
+    result.n_candidates = max(sampler.n_candidates for sampler in samplers)
+    dtypes = {"temperature": torch.float32, "top_k": torch.int64, "top_p": torch.float64, "min_p": torch.float64}
+    for name, dtype in dtypes.items():
+        column = [[getattr(sampler, name)] for sampler in samplers]
+        setattr(result, name, torch.tensor(column, dtype=dtype, device=result.device))
+    return result
+
+
+def sample_rows(samplers, logits, comm=SINGLE_DEVICE):
+    """Return token ids (B,) for local logits (B, v), each row's by a Sampler of its own, with one gather for all."""
+    kinds = {}
+    for row, sampler in enumerate(samplers):
+        kinds.setdefault("greedy" if sampler.greedy else sampler.filters, []).append(row)
+    parts = [logits[rows] for rows in kinds.values()] if len(kinds) > 1 else [logits]
+    draws = [
+        joined([samplers[row] for row in rows]).begin(part, comm)
+        for rows, part in zip(kinds.values(), parts, strict=True)
+    ]
+    sizes = [candidates.numel() for candidates, _ in draws]
+    received = comm.all_gather(torch.cat([candidates.flatten() for candidates, _ in draws])).split(sizes, -1)
+    ids = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
+    for rows, (candidates, choose), of_ranks in zip(kinds.values(), draws, received, strict=True):
+        ids[rows] = choose(of_ranks.unflatten(-1, candidates.shape))
+    return ids
