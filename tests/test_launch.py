@@ -6,14 +6,16 @@ import functools
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import HANGS, ROOT
+from helpers import HANGS, ROOT, command
 
 from ladder.command_line import flags
 from ladder.errors import InputError, Verdict
@@ -131,6 +133,92 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
             world.agree({"a": 1})
     shared.set("gathered 2 10 1", '[1, "b", null, 0.1, {"c": []}]')
     assert world.gather((1, "a")) == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
+
+
+# Attempts and other runs, which may share a store
+
+
+def in_threads(calls):
+    """What each of the calls returns or raises, all at the same time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+    return [future.exception() or future.result() for future in futures]
+
+
+def own_keys(shared, rank, tp_size=2, sleep=0):
+    time.sleep(sleep)
+    return store.own_keys(shared, rank, tp_size)
+
+
+def test_an_attempt_of_torchrun_does_not_see_what_an_earlier_one_has_left(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    shared = dist.HashStore()
+    earlier = in_threads([functools.partial(own_keys, shared, rank, 3) for rank in range(3)])
+    earlier[0].set("ended", "1 1 0")
+    assert all(store.ended(each) == 1 for each in earlier)
+    name = "attempt of none"
+    for before in shared.get(name), b"0123 2":  # whose rank 1 died before it came, too
+        shared.set(name, before)
+        # rank 1 comes first, and finds that attempt
+        calls = [functools.partial(own_keys, shared, 0, sleep=0.1), functools.partial(own_keys, shared, 1)]
+        zero, one = in_threads(calls)
+        zero.set("a", "b")
+        assert one.get("a") == b"b" and store.ended(one) is None and not earlier[1].check(["a"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")  # torchrun's own stores may be shared
+    other, _ = in_threads([functools.partial(own_keys, shared, rank) for rank in range(2)])
+    assert not other.check(["a"]) and zero.check(["a"])
+
+
+@pytest.mark.parametrize("rank, tp_size", [(1, 2), (1, 3), (2, 3)])
+def test_a_rank_that_finds_another_run_leaves_and_does_not_touch_it(rank, tp_size, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    shared = dist.HashStore()
+    first, _ = in_threads([functools.partial(own_keys, shared, rank) for rank in range(2)])
+    words = f"^rank {rank} of {tp_size} found another run at MASTER_ADDR=here MASTER_PORT=29500: give each run its own"
+    with pytest.raises(InputError, match=words) as error:
+        own_keys(shared, rank, tp_size)
+    store.torchrun_store.cache_clear()
+    assert store.leave_first(2, rank, error.value) == (2, True) and store.ended(first) is None
+
+
+@pytest.mark.parametrize("torchrun", [None, "none"])
+def test_a_rank_that_does_not_start_is_named_by_one_that_has(torchrun, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", torchrun)
+    monkeypatch.setenv("LADDER_TIMEOUT", "2")
+    monkeypatch.setattr(store, "IMPORTS", -1.9)
+    limit = r"did not start within 0\.1 s \(LADDER_TIMEOUT \+ -1\.9\)$"
+    errors = in_threads([functools.partial(own_keys, dist.HashStore(), rank, 3) for rank in (1, 2)])
+    assert re.fullmatch(f"rank 0 of 3 {limit}", str(errors[0])) and errors[1].code == 1
+    shared = dist.HashStore()
+    errors = in_threads([functools.partial(own_keys, shared, rank, 4) for rank in (0, 2)])
+    assert re.fullmatch(f"rank 1 and rank 3 of 4 {limit}", str(errors[0])) and errors[1].code == 1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_again_what_has_died(tmp_path):
+    source = """
+import os, signal
+from complete import complete, load
+from ladder.ranks import launch
+def main():
+    model, tokenizer = load("demo", "cpu")
+    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", "1"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(*complete(model, tokenizer, ["Once"], 5, temperature=0), flush=True)
+launch.run(main)
+"""
+    (tmp_path / "user.py").write_text(source)
+    words = command(tmp_path / "user.py", ranks=2)
+    words[3:3] = ["--max-restarts=1"]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True, timeout=HANGS
+    )
+    assert done.returncode == 0 and done.stdout.count(" upon a time") == 2, done.stderr
 
 
 def run_source(source, stdout=subprocess.PIPE, closed="", **environment):
