@@ -224,7 +224,8 @@ launch.run(main)
 def run_source(source, stdout=subprocess.PIPE, closed="", **environment):
     """closed: redirections of a shell, such as >&-."""
     words = [sys.executable, "-c", f"import os, signal, sys, time; from ladder.ranks import launch\n{source}"]
-    words, env = ["sh", "-c", f'exec "$@" {closed}', "sh", *words], {**os.environ, **environment}
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", *words]
+    env = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
     return subprocess.run(words, cwd=ROOT, text=True, timeout=HANGS, stdout=stdout, stderr=subprocess.PIPE, env=env)
 
 
@@ -281,6 +282,18 @@ launch.run(main)
     done = run_source(source.replace("SWALLOWS", swallows))
     assert (done.returncode, done.stdout) == (143, "cleaned up\n"), done.stderr
     assert done.stderr.endswith("-c: was stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize("variables, words", [
+    ({"RANK": ""}, "RANK=''"), ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"), ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),
+    ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, ".*MASTER_PORT expected, but not set"),
+])  # fmt: skip
+def test_what_a_launcher_sets_wrongly_is_named(variables, words):
+    unset = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"))
+    done = run_source("launch.run(lambda: launch.join('cpu'))", **unset | variables)
+    assert done.returncode == 2 and re.match(f"-c: {words}", done.stderr) and done.stderr.count("\n") == 1
 
 
 def test_a_process_alone_loads_nothing_of_what_several_ranks_take():
