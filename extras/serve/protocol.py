@@ -45,10 +45,10 @@ MAX_STOPS, MAX_LOGPROBS = 16, 20
 LONG_TEXT = 2**16  # with more bytes of a body, or characters of a text, a tokenizer takes long
 
 
-def check(condition, message, status=400):
+def check(condition, message, status=400, headers=None):
     """Raise HTTPException unless the condition holds."""
     if not condition:
-        raise HTTPException(status, message)
+        raise HTTPException(status, message, headers)
 
 
 def read_fields(data, known):
@@ -96,7 +96,8 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
         max_tokens = min(max_tokens, ask["max_completion_tokens"])
     valid = logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
     check(valid, f"logprobs are of 0 to {MAX_LOGPROBS} tokens in a place")
-    check(max_tokens > 0, f"max_tokens is {max_tokens} but must be at least 1")
+    scores_only = max_tokens == 0 and ask.get("echo")  # an echo alone: what is sampled is not sent
+    check(max_tokens > 0 or scores_only, f"max_tokens is {max_tokens} but must be at least 1, or 0 with echo")
     if chat:
         prompts = [read_messages(ask["messages"], tokenizer, context, ask["chat_template_kwargs"])]
     else:
@@ -110,7 +111,7 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
         seed = random.getrandbits(62) if ask["seed"] is None else ask["seed"]
         sampling = [ask["temperature"], ask["top_k"], ask["top_p"], seed]
         Sampler(*sampling)  # raises InputError
-        request = {"ids": ids, "max_tokens": min(max_tokens, context - len(ids)), "sampling": sampling}
+        request = {"ids": ids, "max_tokens": min(max(1, max_tokens), context - len(ids)), "sampling": sampling}
         requests.append(request | {"logprobs": logprobs, "echo": ask.get("echo", False)})
         echoes.append(echo(text, ids, tokenizer) if requests[-1]["echo"] else ("", []))
     return ask | {"chat": chat, "stop": stop, "requests": requests, "echoes": echoes}
