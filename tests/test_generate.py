@@ -407,6 +407,14 @@ def test_every_number_of_ranks_chooses_alike_and_marks_rows_that_are_not_finite(
     assert all(ids == marked for ids in run_ranks(ranks, chosen, logits, True))
 
 
+@pytest.mark.parametrize(
+    "settings", [(t, None, 1.0) for t in (1e-5, 1e-7, 1e-8, 1e-300)] + [(1.0, None, 0), (3.0, 5, 1e-9)]
+)
+def test_what_approaches_greedy_is_greedy(settings):
+    logits = hard_to_choose(700)[[0, 1, 4, 5]]  # without equal ones, among which a temperature draws
+    assert Sampler(*settings, seed=3)(logits).tolist() == logits.argmax(-1).tolist()
+
+
 def test_what_is_likely_enough_is_chosen_without_gathering_logits():
     logits = hard_to_choose(700)[:2] * 3
     alone = [Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]

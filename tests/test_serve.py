@@ -318,7 +318,7 @@ REFUSED = [  # body, status, words of the message
     (OK | {"prompt": [5] * 256}, 400, "has 256 tokens but must have from 1 to 255"),
     (OK | {"max_tokens": 0}, 400, "max_tokens is 0"), (OK | {"max_tokens": "3"}, 400, "max_tokens is '3'"),
     (OK | {"temperature": -1}, 400, "temperature is -1"), (OK | {"temperature": True}, 400, "temperature is True"),
-    (OK | {"top_p": 7}, 400, "top_p is 7"), (OK | {"seed": -2}, 400, "seed is -2"),
+    (OK | {"top_p": 7}, 400, "top_p is 7"), (OK | {"seed": 2**64}, 400, "seed is 18446744073709551616 but"),
     (OK | {"top_k": -2}, 400, "top_k is -2"), (OK | {"skip_special_tokens": False}, 400, "is not implemented"),
     (OK | {"repetition_penalty": 1.1}, 400, "is not implemented"), (CHAT | {"logprobs": 0}, 400, "wrong type"),
     (OK | {"stop": [""]}, 400, "stop must"),
@@ -350,6 +350,14 @@ def test_what_asks_for_nothing_passes(server):
     status, answer = server.ask(**OK, **neutral)
     assert status == 200 and answer["choices"][0]["logprobs"] is None
     assert server.ask(**OK | {"logprobs": 0})[1]["choices"][0]["logprobs"]["token_logprobs"]
+
+
+def test_what_clients_send_for_greedy_and_any_seed_of_64_bits(server):
+    for ask in {"temperature": 1e-8}, {"temperature": 1e-300}, {"temperature": 1, "top_p": 0}:
+        assert server.text("One day", **ask) == server.text("One day")
+    seeds = -5, 2**63 - 1, -(2**63), 7, 7 + 2**32
+    texts = [server.text("One day", temperature=1, seed=seed, max_tokens=20) for seed in (*seeds, *seeds)]
+    assert texts[:5] == texts[5:] and len({*texts}) == 5
 
 
 def test_a_history_has_what_the_chat_template_reads():
