@@ -71,7 +71,7 @@ def complete(
     if draft is not None:
         from ladder.decoding import drafts
 
-        runner.draft = drafts.of_model(draft, proposals, runner)
+        runner.draft = drafts.of_model(draft, proposals, runner, tokenizer.vocab_size)
     generation = Generation(runner, rows, max_new_tokens, sampler, model.config.eos_ids)
     texts = pieces(tokenizer, generation)
     return texts if stream else ["".join(text) for text in zip(*texts, strict=True)]
