@@ -69,7 +69,7 @@ def limit_threads():
 
     The ranks of a machine share them. OMP_NUM_THREADS, which torchrun sets too, has precedence. Raises InputError.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
+    if not os.environ.get("OMP_NUM_THREADS"):
         share = cpus() / local_rank_and_size(*rank_and_size())[1]
         if share < torch.get_num_threads():
             torch.set_num_threads(max(1, int(share)))

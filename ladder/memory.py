@@ -23,7 +23,15 @@ def free_bytes(device):
         return torch.cuda.mem_get_info(device)[0]
     available = _kilobytes("/proc/meminfo", "MemAvailable:")
     available = available or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # not Linux: what it has
-    return min(available, cgroups.free_bytes())
+    return min(available, cgroups.free_bytes(), *_below_limits())
+
+
+def _below_limits():
+    """Yield how many bytes this process may still take below its own limits: ulimit -v and ulimit -d."""
+    for kind, used in (resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:"):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            yield max(0, limit - (_kilobytes("/proc/self/status", used) or 0))
 
 
 def _kilobytes(path, name):

@@ -1,9 +1,12 @@
 """ladder/cgroups.py: the limits of containers and batch systems, as Linux writes them in files."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
+from helpers import ROOT
 
 from ladder import cgroups, memory
 from ladder.errors import InputError
@@ -67,6 +70,15 @@ def test_the_limits_of_each_kind_of_groups(name, tmp_path, monkeypatch):
     assert (cgroups.free_bytes(), cgroups.cpus()) == expected
     free = memory.free_bytes(torch.device("cpu"))
     assert free == expected[0] or free > 2**20
+
+
+@pytest.mark.parametrize("letter", ["v", "d"])
+def test_a_process_s_own_limits_count(letter):
+    source = "import torch; from ladder.memory import free_bytes; print(free_bytes(torch.device('cpu')))"
+    words = ["sh", "-c", f'ulimit -{letter} 8000000 && exec "$@"', "sh", sys.executable, "-c", source]
+    free = int(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    used = 8e9 * 1.024 - free
+    assert 0 < used < 8e9 and free <= memory.free_bytes(torch.device("cpu")) + 2**30
 
 
 @pytest.mark.parametrize("cpus, local, variable, expected", [

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -72,6 +73,8 @@ def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():
     (Terminated("SIGTERM"), 143, "x.py: was stopped by SIGTERM in decode step 7\n"),
     (KeyboardInterrupt("step 3 is saved"), 130, "step 3 is saved\n"),
     (MemoryError(), 1, "x.py: ran out of memory (MemoryError: MemoryError) in decode step 7\n"),
+    (OSError(12, "Cannot allocate memory"), 1,
+     "x.py: ran out of memory (OSError: [Errno 12] Cannot allocate memory) in decode step 7\n"),
     (ValueError("x\ny"), 1, "ValueError: x\ny\nx.py: failed (ValueError: x) in decode step 7\n"),
 ])  # fmt: skip
 def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, capsys):
@@ -182,6 +185,18 @@ def test_a_rank_that_finds_another_run_leaves_and_does_not_touch_it(rank, tp_siz
         own_keys(shared, rank, tp_size)
     store.torchrun_store.cache_clear()
     assert store.leave_first(2, rank, error.value) == (2, True) and store.ended(first) is None
+
+
+def test_a_port_at_which_nobody_answers_ends_the_run(monkeypatch):
+    monkeypatch.setattr(store, "IMPORTS", -1.9)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        for name, value in {**at, "RANK": "1", "WORLD_SIZE": "2", "LADDER_TIMEOUT": "2"}.items():
+            monkeypatch.setenv(name, value)
+        where = " ".join(f"{name}={value}" for name, value in at.items())
+        store.torchrun_store.cache_clear()
+        with pytest.raises(InputError, match=f"there is no store to meet at: {where} does not answer$"):
+            store.torchrun_store()
 
 
 @pytest.mark.parametrize("torchrun", [None, "none"])

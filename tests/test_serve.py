@@ -548,7 +548,7 @@ def test_a_wrong_method_is_told_the_right_ones(server):
         assert (response.status, {*response.headers["Allow"].split(", ")}) == (405, right)
 
 
-def test_a_prompt_alone_is_scored(server):
+def test_a_prompt_alone_is_scored(server, model):
     for more in {}, {"stream": True}:
         ask = {"prompt": "Once upon a time", "max_tokens": 0, "echo": True, "logprobs": 1, **more}
         one = server.ask(**ask | {"max_tokens": 1, "stream": False})[1]["choices"][0]["logprobs"]
@@ -560,6 +560,10 @@ def test_a_prompt_alone_is_scored(server):
             assert values == one[name][:-1] and len(values) == 5
         counts = {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
         assert more or counts.items() <= events[0]["usage"].items()
+    status, answer = server.ask(prompt=[5, 6] * 128, max_tokens=0, echo=True, logprobs=0)  # as long as the context
+    own, logp = answer["choices"][0]["logprobs"]["token_logprobs"], log_probabilities(model[0], [5, 6] * 128)
+    assert status == 200 and own[0] is None
+    assert own[1:] == pytest.approx([float(row[6 - i % 2]) for i, row in enumerate(logp[:-1])], abs=1e-3)
     answer = server.ask(prompt=["One day", "a"], max_tokens=0, echo=True)[1]
     assert [(choice["text"], choice["logprobs"]) for choice in answer["choices"]] == [("One day", None), ("a", None)]
 

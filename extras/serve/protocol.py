@@ -96,7 +96,7 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
         max_tokens = min(max_tokens, ask["max_completion_tokens"])
     valid = logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
     check(valid, f"logprobs are of 0 to {MAX_LOGPROBS} tokens in a place")
-    scores_only = max_tokens == 0 and ask.get("echo")  # an echo alone: what is sampled is not sent
+    scores_only = max_tokens == 0 and ask.get("echo", False)  # an echo alone: what is sampled is not sent
     check(max_tokens > 0 or scores_only, f"max_tokens is {max_tokens} but must be at least 1, or 0 with echo")
     if chat:
         prompts = [read_messages(ask["messages"], tokenizer, context, ask["chat_template_kwargs"])]
@@ -107,7 +107,8 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
     for text, ids in prompts:
         valid = all(type(i) is int and 0 <= i < vocab_size for i in ids)
         check(valid, f"token ids are from 0 to {vocab_size - 1}")
-        check(0 < len(ids) < context, f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}")
+        most = context - 1 + scores_only
+        check(0 < len(ids) <= most, f"the prompt has {len(ids)} tokens but must have from 1 to {most}")
         seed = random.getrandbits(62) if ask["seed"] is None else ask["seed"]
         sampling = [ask["temperature"], ask["top_k"], ask["top_p"], seed]
         Sampler(*sampling)  # raises InputError

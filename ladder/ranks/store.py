@@ -5,8 +5,10 @@ import contextlib
 import functools
 import json
 import os
+import queue
 import re
 import secrets
+import threading
 import time
 from datetime import timedelta
 
@@ -37,10 +39,22 @@ def torchrun_store():
     Raises InputError if the store cannot be reached, and what own_keys raises.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds it already, or has died
+    limit = 10 if agent else timeout() + IMPORTS if timeout() else 10**6
+    results = queue.Queue()
+
+    def connect():  # it waits for ever if another program listens there, which does not answer
+        try:
+            results.put(next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))[0])
+        except (dist.DistError, ValueError, OSError) as e:
+            results.put(first_line(e))
+
+    threading.Thread(target=connect, daemon=True).start()
     try:
-        result = next(dist.rendezvous("env://", timeout=timedelta(seconds=10 if agent else 300)))[0]
-    except (dist.DistError, ValueError, OSError) as e:
-        raise InputError(f"WORLD_SIZE is set, but there is no store to meet at: {first_line(e)}") from None
+        result = results.get(timeout=limit + 2)
+    except queue.Empty:
+        result = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']} does not answer"
+    if isinstance(result, str):
+        raise InputError(f"WORLD_SIZE is set, but there is no store to meet at: {result}")
     result.set_timeout(timedelta(seconds=300))
     return own_keys(result, *rank_and_size())
 

@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -179,7 +178,8 @@ def read_seen(text):
 
 def may_be_rank(process, torchrun):
     """Return whether a process that a rank has named is a child of this torchrun, or has ended already."""
-    return sys.platform == "linux" and process > 1 and read_process(process)[0] in (torchrun, None)
+    has_proc = read_process(os.getpid())[0] is not None  # Linux has, unless a container lacks it
+    return has_proc and process > 1 and read_process(process)[0] in (torchrun, None)
 
 
 def kill(process, torchrun):
