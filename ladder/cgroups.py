@@ -21,7 +21,7 @@ def _folders(controller):
     try:
         own = [line.split(":", 2) for line in (ROOT / "proc/self/cgroup").read_text().splitlines()]
         mounts = [line.partition(" - ") for line in (ROOT / "proc/self/mountinfo").read_text().splitlines()]
-    except OSError:  # not Linux
+    except (OSError, ValueError):  # not Linux
         return
     for before, _, after in mounts:
         (root, mount), (kind, *_, options) = before.split()[3:5], after.split()
