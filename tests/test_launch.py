@@ -371,6 +371,18 @@ def test_each_difference_is_named():
         assert words in str(error.value)
 
 
+def test_machines_are_told_apart_whatever_the_launcher_says(monkeypatch):
+    def names(*hosts, **variables):
+        for name in "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE":
+            monkeypatch.setenv(name, variables[name]) if name in variables else monkeypatch.delenv(name, False)
+        for rank, host in enumerate(hosts):
+            monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+            yield meeting.node_name(rank, len(hosts))
+
+    assert len({*names("a", "a")}) == 1 and len({*names("a", "b")}) == 2
+    assert len({*names("a", "a", LOCAL_WORLD_SIZE="1")}) == 2 and {*names("a", "b", GROUP_RANK="3")} == {"3"}
+
+
 def test_what_ranks_are_compared_by():
     flags = vars(argparse.Namespace(checkpoint="here", seed=0, top_k=3, wiring=None, compile=False, json="x"))
     start = meeting._start(flags, torch.device("cpu"))
