@@ -19,7 +19,7 @@ import torch.distributed as dist
 from helpers import HANGS, ROOT, command
 
 from ladder.command_line import flags
-from ladder.errors import InputError, Verdict
+from ladder.errors import InputError, StoreLost, Verdict
 from ladder.kernels import compiling
 from ladder.progress import Progress, progress
 from ladder.ranks import ending, meeting, store
@@ -197,6 +197,18 @@ def test_a_port_at_which_nobody_answers_ends_the_run(monkeypatch):
         store.torchrun_store.cache_clear()
         with pytest.raises(InputError, match=f"there is no store to meet at: {where} does not answer$"):
             store.torchrun_store()
+
+
+def test_a_store_that_goes_before_all_have_come_is_no_traceback(monkeypatch):
+    def go(*_):
+        raise dist.DistNetworkError("Connection was likely closed")
+
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(store, "own_keys", go)
+    store.torchrun_store.cache_clear()
+    with pytest.raises(StoreLost, match="^the store at MASTER_ADDR=127.0.0.1 MASTER_PORT=0 has gone before all ranks"):
+        store.torchrun_store()
 
 
 @pytest.mark.parametrize("torchrun", [None, "none"])

@@ -36,7 +36,7 @@ def timeout():
 def torchrun_store():
     """Return the keys of this attempt of this run in the store that torchrun's environment describes.
 
-    Raises InputError if the store cannot be reached, and what own_keys raises.
+    Raises InputError if the store cannot be reached, StoreLost if it goes, and what own_keys raises.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds it already, or has died
     limit = 10 if agent else timeout() + IMPORTS if timeout() else 10**6
@@ -45,18 +45,25 @@ def torchrun_store():
     def connect():  # it waits for ever if another program listens there, which does not answer
         try:
             results.put(next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))[0])
-        except (dist.DistError, ValueError, OSError) as e:
+        except Exception as e:
             results.put(first_line(e))
 
     threading.Thread(target=connect, daemon=True).start()
     try:
         result = results.get(timeout=limit + 2)
     except queue.Empty:
-        result = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']} does not answer"
+        result = f"{where()} does not answer"
     if isinstance(result, str):
         raise InputError(f"WORLD_SIZE is set, but there is no store to meet at: {result}")
     result.set_timeout(timedelta(seconds=300))
-    return own_keys(result, *rank_and_size())
+    try:
+        return own_keys(result, *rank_and_size())
+    except dist.DistError:  # without torchrun it is rank 0's
+        raise StoreLost(f"the store at {where()} has gone before all ranks had come") from None
+
+
+def where():
+    return " ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def own_keys(store, rank, tp_size):
@@ -84,8 +91,7 @@ def own_keys(store, rank, tp_size):
             fits = newest.endswith(f" {tp_size}")
             own = fits and store.compare_set(f"{newest} place {rank}", "", token) == token.encode()
             if not own and not torchrun:
-                where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
-                raise InputError(f"rank {rank} of {tp_size} found another run at {where}: give each run its own port")
+                raise InputError(f"rank {rank} of {tp_size} found another run at {where()}: give each run its own port")
             attempt = newest if own else ""  # torchrun's earlier attempt: rank 0 is about to name another one
         elif over:
             raise Verdict(f"rank 0 of {tp_size} {late}") if rank == 1 else SystemExit(1)
