@@ -22,7 +22,7 @@ import ladder.openmp  # noqa: F401 (before torch loads)
 import torch
 
 import generate
-from ladder import benchmarking, outputs
+from ladder import benchmarking, cgroups, outputs
 from ladder.benchmarking import in_turns, pivot, quartiles
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
@@ -195,7 +195,8 @@ def parse(argv):
 
 
 def available_cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return int(min(cores, cgroups.cpus()))
 
 
 def start(tp, args, argv):

@@ -1,6 +1,7 @@
 """Load a checkpoint and complete texts from Python. With torchrun all ranks do the same, in launch.run(main)."""
 
 import functools
+import zlib
 
 import ladder.openmp  # noqa: F401 (before torch loads)
 
@@ -11,8 +12,9 @@ from ladder.checkpoints.tokenizer import TextStream, load_tokenizer
 from ladder.command_line.prompts import fit
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
+from ladder.progress import progress
 from ladder.ranks import launch
-from ladder.ranks.world import choose_device
+from ladder.ranks.world import choose_device, rank_and_size
 from model import rewired
 
 join = functools.cache(launch.join)  # the ranks meet only once, however many models are loaded
@@ -29,6 +31,7 @@ def load(folder, device=None, dtype=None, wiring=None):
     world = join(device)
     with world.together():
         config = rewired(checkpoint.read_config(folder), wiring)
+    world.agree({"dtype": dtype, "wiring": config.wiring}, checkpoint=folder)
     model = load_model(config, folder, dtype, world)
     return model, load_tokenizer(folder, config.vocab_size)
 
@@ -41,8 +44,9 @@ def complete(
 
     stream: if True, return an iterator instead, which after each step yields a list of the new text of each prompt.
     draft: None, "ngram", or a smaller model with the same vocabulary, which proposes `proposals` tokens at a time.
-    Raises InputError.
+    Raises InputError, also for ranks that do not ask for the same.
     """
+    asked = {name: value for name, value in locals().items() if name not in ("model", "tokenizer", "prompts", "draft")}
     if tokenizer is None:
         raise InputError("tokenizer is None: the checkpoint has none, so there is no text to complete")
     if isinstance(prompts, str):
@@ -54,13 +58,20 @@ def complete(
     device = choose_device(str(model.device))  # selects it, if it is a GPU
     sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
+    if model.comm.tp_size > 1:
+        from ladder.ranks.meeting import JoinedWorld
+
+        progress.at("comparison of the ranks")  # for ladder/ranks/watch.py: one that does not ask keeps the others here
+        asked["tokens of the prompts"] = zlib.crc32(str(rows).encode())
+        asked["draft"] = getattr(draft, "config", draft)
+        JoinedWorld(*rank_and_size(), device).agree(asked)
     _, slots = fit(max_new_tokens, rows, model.config.max_seq_len)
     cache = make_cache(model, len(rows), slots, in_buckets=compile)  # so that calls of similar lengths share a graph
     runner = Runner(model, cache, compile)
     if draft is not None:
         from ladder.decoding import drafts
 
-        runner.draft = drafts.of_model(draft, proposals, runner)
+        runner.draft = drafts.of_model(draft, proposals, runner, tokenizer.vocab_size)
     generation = Generation(runner, rows, max_new_tokens, sampler, model.config.eos_ids)
     texts = pieces(tokenizer, generation)
     return texts if stream else ["".join(text) for text in zip(*texts, strict=True)]

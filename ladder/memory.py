@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ladder import cgroups
 from model import build
 from tp import set_parameter, shard_slices
 
@@ -17,11 +18,20 @@ GRAPH_BYTES = 4e8  # of a GPU's captured decode steps, 20 MB each by estimate
 
 
 def free_bytes(device):
-    """Return the free memory of the device; on a CPU, the memory that the system can give without swapping."""
+    """Return the free memory of the device; on a CPU, what the system can give, and may give here, without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     available = _kilobytes("/proc/meminfo", "MemAvailable:")
-    return available or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # not Linux: what the machine has
+    available = available or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # not Linux: what it has
+    return min(available, cgroups.free_bytes(), *_below_limits())
+
+
+def _below_limits():
+    """Yield how many bytes this process may still take below its own limits: ulimit -v and ulimit -d."""
+    for kind, used in (resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:"):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            yield max(0, limit - (_kilobytes("/proc/self/status", used) or 0))
 
 
 def _kilobytes(path, name):

@@ -1,13 +1,42 @@
 """Outputs that are complete or absent, even if their writer is killed: docs/reliability.md, "Killed writers"."""
 
 import contextlib
+import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from ladder.errors import InputError
+
+# what file systems answer that cannot do a thing: Lustre without -o flock, NFS without its lock daemon, some of FUSE
+UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL
+
+
+def supported(call, *args):
+    """Call a function of the system; return whether the file system can do such a thing at all."""
+    try:
+        call(*args)
+    except OSError as e:
+        if e.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def lock(file, operation):
+    """Lock a file, or say that its file system has no locks."""
+    if not supported(fcntl.flock, file, operation):
+        warn_of_no_locks(os.path.dirname(os.path.abspath(file.name)))
+
+
+@functools.cache  # once for each folder
+def warn_of_no_locks(folder):
+    words = "its file system has no locks, so let no other process write there at the same time"
+    print(f"{folder}: {words}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -18,14 +47,15 @@ def reserved(path):
         folder.mkdir(parents=True, exist_ok=True)
         if os.listdir(folder) and not (folder / "lock").exists():
             raise InputError(f"{folder} is needed to write {path}: give it another name")
-        lock = open(folder / "lock", "a")  # noqa: SIM115
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(lock.fileno()).st_nlink:  # another process has just ended, and removed it
-                raise BlockingIOError
-        except BlockingIOError:
-            raise InputError(f"{path} is being written by another process") from None
+        held = open(folder / "lock", "a")  # noqa: SIM115
+    with held:
+        with _errors(path):
+            try:
+                lock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.fstat(held.fileno()).st_nlink:  # another process has just ended, and removed it
+                    raise BlockingIOError
+            except BlockingIOError:
+                raise InputError(f"{path} is being written by another process") from None
         try:
             for left in folder.iterdir():
                 if left.name != "lock":
@@ -72,7 +102,7 @@ def publish(unfinished, path):
     """Give a complete file or folder its name, once all of it is on the disk."""
     for file in (unfinished, *unfinished.rglob("*")):
         descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
+        supported(os.fsync, descriptor)  # some cannot do it for folders
         os.close(descriptor)
     os.replace(unfinished, path)
 
@@ -93,7 +123,7 @@ def append_line(path, line):
     """
     data = (json.dumps(line) + "\n").encode()
     with _errors(path), open(path, "a+b", buffering=0) as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+        lock(f, fcntl.LOCK_EX)
         size = os.fstat(f.fileno()).st_size
         if size and os.pread(f.fileno(), 1, size - 1) != b"\n":
             data = b"\n" + data

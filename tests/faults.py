@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from ladder.ranks import launch, watch
+from ladder.ranks import launch, store, watch
 
-IMPORTS = 4  # watch.IMPORTS of these runs
+IMPORTS = 4  # store.IMPORTS of these runs
 PHASES = {  # name: (script, module and name of a function, the call of it that meets the fault, the phase in words)
     "join": ("generate", "ladder.ranks.launch", "join", 1, r"start|join"),
     "load": ("generate", "ladder.checkpoints.checkpoint", "Weights.fill", 3, r"load of"),
@@ -62,7 +62,7 @@ def main():
     if harmed and change[:1] and change[0].endswith(".py"):
         os.environ["PYTHONPATH"] = ""
         os.execv(sys.executable, [sys.executable, change[0], *sys.argv[2:]])
-    watch.IMPORTS = IMPORTS
+    watch.IMPORTS = store.IMPORTS = IMPORTS
     _, name, *flags = sys.argv
     sys.argv = [f"{name}.py", *flags, *(change if harmed else [])]
     script = importlib.import_module("extras.training.adapt" if name == "adapt" else name)

@@ -1,5 +1,8 @@
 """ladder/chat: templates that are refused, or that take too long or too much memory."""
 
+import signal
+import subprocess
+
 from test_hostile import refused
 
 from ladder.chat import template as chat_template
@@ -29,3 +32,28 @@ def test_templates_that_are_refused(monkeypatch):
         refused(message, render, tokenizer, messages)
         tokenizer.template = "{{ messages[0]['content'] }}"  # also after a process was ended
         assert render(tokenizer, messages) == "hi"
+
+
+def test_a_process_that_others_end_is_started_again_and_the_conversation_is_not_blamed(monkeypatch):
+    monkeypatch.setattr(chat_template, "renderer", renderer := chat_template.Renderer())
+    tokenizer, messages = Tokenizer(), [{"role": "user", "content": "hi"}]
+    tokenizer.template = "{{ messages[0]['content'] }}"
+    for number in signal.SIGKILL, signal.SIGTERM:
+        assert render(tokenizer, messages) == "hi"
+        renderer.process.send_signal(number)
+        renderer.process.wait()
+    assert render(tokenizer, messages) == "hi"
+
+    class Killed(subprocess.Popen):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            self.kill()
+            self.wait()
+
+    renderer.process.kill()
+    monkeypatch.setattr(subprocess, "Popen", Killed)
+    refused(
+        "the process that renders chat templates was ended from outside, twice: SIGKILL", render, tokenizer, messages
+    )
+    monkeypatch.undo()
+    assert renderer.render(tokenizer.template, {"messages": messages}) == ["hi", None]

@@ -10,12 +10,12 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import BASE, LONGROPE, naive, p_value, random_model, run_ranks, shard
+from helpers import BASE, LONGROPE, naive, p_value, random_model, run_ranks, shard, train_tokenizer, write_model
 from safetensors.torch import save_file
 from test_generate import edit_config, greedy_tokens, run, run_json
 
 import generate
-from complete import load
+from complete import complete, load
 from generate import Runner
 from ladder.chat import terminal
 from ladder.decoding import speculative
@@ -48,11 +48,24 @@ def noisy(net, noise):
     return net
 
 
+@torch.no_grad()
+def padded(net, rows):
+    """A copy whose table and output head have so many rows: fewer, or more, which it would like best of all."""
+    config = dataclasses.replace(net.config, vocab_size=rows)
+    state = {name: weight.clone() for name, weight in net.state_dict().items()}
+    for name in "tok_embeddings.weight", "output.weight":
+        more = state[name].new_full((max(0, rows - len(state[name])), state[name].shape[1]), 9.0)
+        state[name] = torch.cat((state[name], more.copysign(torch.randn_like(more))))[:rows]
+    copied = random_model(config)
+    copied.load_state_dict(state)
+    return copied
+
+
 def make_runner(net, draft, count, rows, length, compile=False):
     """A Runner with a cache of just that length, and its draft. draft: "ngram", a model, or None."""
     runner = Runner(net, make_cache(net, rows, length), compile)
     if draft:
-        runner.draft = of_model(draft, count, runner)
+        runner.draft = of_model(draft, count, runner, getattr(draft, "config", net.config).vocab_size)
     return runner
 
 
@@ -144,6 +157,30 @@ def test_a_row_goes_on_to_its_own_context(draft):
     assert done.rows == [greedy_tokens(net, prompt, n) for prompt, n in zip(prompts, (2, 18, 17), strict=True)]
 
 
+@pytest.mark.parametrize("rows", [BASE.vocab_size - 40, BASE.vocab_size - 1, BASE.vocab_size + 1, BASE.vocab_size + 40])
+def test_a_draft_s_table_may_be_padded_otherwise(rows):
+    """It proposes no id that the model lacks, and goes on after one that it lacks itself."""
+    net, ends = mild(BASE), [[BASE.vocab_size - 1], [7, BASE.vocab_size - 1, BASE.vocab_size - 2, 5]]
+    for prompts in PROMPTS, ends:
+        plain = generated(net, prompts=prompts)[0].rows
+        done, used = generated(net, padded(noisy(net, 0.02), rows), 4, prompts)
+        assert done.rows == plain and (rows < BASE.vocab_size or used.accepted[4])
+    with pytest.raises(InputError, match=f"draft has another vocabulary, of {rows} tokens, and the model's 131"):
+        of_model(padded(net, rows), 4, Runner(net, make_cache(net, 1, 20)), 80)  # no tokenizer leaves so many rows
+
+
+def padded_draft_on_ranks(world, rows):
+    net, draft = mild(BASE), padded(noisy(mild(BASE), 0.02), rows)
+    net, draft = (shard(each.config, world, state=each.state_dict()) for each in (net, draft))
+    return generated(net, draft, 3)[0].rows, generated(net, draft, 3, sample=Sampler(1.0, seed=4))[0].rows
+
+
+@pytest.mark.parametrize("rows", [BASE.vocab_size - 40, BASE.vocab_size + 40])
+def test_such_a_draft_may_be_shared_out(rows):
+    results = run_ranks(2, padded_draft_on_ranks, rows)
+    assert results[0] == results[1] and results[0][0] == generated(mild(BASE))[0].rows
+
+
 def naive_lookup(ids, count):
     """What followed the last three tokens, or else two, the last time before."""
     for n in (3, 2):
@@ -171,13 +208,17 @@ def test_ngrams_are_what_followed_the_last_time():
 # ---- Sampling: the model's own distribution --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ngram", "near"])
+PADDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("wider", "narrower")]
+
+
+@pytest.mark.parametrize("name", ["ngram", "near", *PADDED])
 @pytest.mark.parametrize("settings", [(1.0, None, 1.0), (0.7, 4, 0.95)], ids=str)  # temperature, top_k, top_p
 def test_what_is_generated_with_a_draft_is_distributed_as_the_model_says(name, settings):
     """The first three tokens of 5000 rows of one prompt, together, against all texts that they may make."""
     B, V, prompt = 5000, 5, [1, 2, 3, 1, 2, 4, 1, 2, 0, 3, 1]
     net = mild(dataclasses.replace(BASE, n_layers=2, vocab_size=V, eos_ids=()))
-    draft = noisy(net, 0.4) if name == "near" else name
+    draft = name if name == "ngram" else noisy(net, 0.4)
+    draft = padded(draft, {"wider": V + 3, "narrower": V - 1}[name]) if name.endswith("er") else draft
     done, draft = generated(net, draft, 2, [prompt] * B, 5, Sampler(*settings, seed=2))
     exact, shares = copy.deepcopy(net).double(), {(): 1.0}
     for _ in range(3):
@@ -252,6 +293,23 @@ def near(tiny, tmp_path_factory):
     folder = shutil.copytree(tiny, tmp_path_factory.mktemp("drafts") / "near")
     save_file(noisy(load(tiny)[0], 0.02).state_dict(), folder / "model.safetensors")
     return folder
+
+
+def test_a_vocabulary_is_known_by_its_tokens_and_not_by_its_padding(tiny, near, tmp_path, capsys):
+    flags = ["--checkpoint", tiny, "--temperature", "0", "--max-new-tokens", "8", "--prompt", "Once"]
+    plain = run(*flags)[0]
+    net, tokenizer = load(tiny)
+    for rows in 302, 312:
+        draft = padded(load(near)[0], rows)
+        folder = shutil.copytree(tiny, tmp_path / str(rows))
+        write_model(folder, draft.config, draft.state_dict(), torch.float32)
+        assert run(*flags, "--draft", folder)[0] == plain
+        [text] = complete(net, tokenizer, ["Once"], 8, temperature=0, draft=load(folder)[0])
+        assert plain.endswith(f"{text}\n")
+    train_tokenizer(["Another text. It has other words, but as many tokens as the model."] * 30, 300, folder / "new")
+    (folder / "new").replace(folder / "tokenizer.model")
+    with pytest.raises(InputError, match=f"--draft {folder} has another vocabulary: token [0-9]+ is '"):
+        run(*flags, "--draft", folder)
 
 
 DRAFTS = [("ngram@3", 2), ("near@3", 1)]

@@ -156,6 +156,41 @@ def test_the_functions_of_a_notebook(tiny, greedy):
             complete(model, tokenizer, prompts)
 
 
+def unlike(world, folder, other):
+    """What a rank gets that asks load() and complete() for something else than rank 0, in several ways."""
+    texts, ways = [], [{}, {"prompts": ["a", "Once"]}, {"max_new_tokens": 5}, {"temperature": 1}, {"seed": 1}]
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("complete.join", lambda device: world)
+        m.setenv("RANK", str(world.rank))
+        m.setenv("WORLD_SIZE", str(world.tp_size))
+        net, tokenizer = load(folder)
+        for way in [*ways, {"top_k": 3}, {"top_p": 0.5}, {"draft": "ngram"}, {"proposals": 2}, {"stream": True}]:
+            asked = {"prompts": ["Once", "a"], "max_new_tokens": 6, "temperature": 0} | (way if world.rank else {})
+            try:
+                texts.append(complete(net, tokenizer, **asked))
+            except InputError as e:
+                texts.append(str(e))
+        for way in {"folder": other}, {"wiring": "ladder"}, {"dtype": "bfloat16"}:
+            with pytest.raises(InputError) as error:
+                load(**{"folder": folder} | (way if world.rank else {}))
+            texts.append(str(error.value))
+    return texts
+
+
+def test_ranks_of_a_notebook_that_ask_for_something_else_are_told_the_difference(tiny, tmp_path):
+    config = checkpoint.read_config(tiny)
+    other = shutil.copytree(tiny, tmp_path / "other")
+    helpers.write_model(other, config, random_model(config, seed=1).state_dict(), torch.float32)
+    zero, one = run_ranks(2, unlike, tiny, other)
+    assert zero == one and zero[0] == complete(*load(tiny), ["Once", "a"], 6, temperature=0)
+    names = "tokens of the prompts", "max_new_tokens", "temperature", "seed", "top_k", "top_p", "draft", "proposals"
+    names = *names, "stream", "contents of --checkpoint", "wiring", "dtype"
+    for name, text in zip(names, zero[1:], strict=True):
+        assert (
+            text.startswith(f"the ranks were not started alike: rank 1 with {name} ") and f"rank 0 with {name}" in text
+        )
+
+
 @pytest.mark.slow
 def test_the_functions_of_a_notebook_on_two_ranks_from_another_folder(tiny, tmp_path):
     (tmp_path / "mine.py").write_text("""
@@ -410,6 +445,14 @@ def test_every_number_of_ranks_chooses_alike_and_marks_rows_that_are_not_finite(
     marked = [Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
     assert marked == [[-1 if row in (1, 4, 6, 7) else i for row, i in enumerate(ids)] for ids in alone]
     assert all(ids == marked for ids in run_ranks(ranks, chosen, logits, True))
+
+
+@pytest.mark.parametrize(
+    "settings", [(t, None, 1.0) for t in (1e-5, 1e-7, 1e-8, 1e-300)] + [(1.0, None, 0), (3.0, 5, 1e-9)]
+)
+def test_what_approaches_greedy_is_greedy(settings):
+    logits = hard_to_choose(700)[[0, 1, 4, 5]]  # without equal ones, among which a temperature draws
+    assert Sampler(*settings, seed=3)(logits).tolist() == logits.argmax(-1).tolist()
 
 
 def test_what_is_likely_enough_is_chosen_without_gathering_logits():

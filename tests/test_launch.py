@@ -6,17 +6,20 @@ import functools
 import json
 import os
 import pickle
+import re
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import HANGS, ROOT
+from helpers import HANGS, ROOT, command
 
 from ladder.command_line import flags
-from ladder.errors import InputError, Verdict
+from ladder.errors import InputError, StoreLost, Verdict
 from ladder.kernels import compiling
 from ladder.progress import Progress, progress
 from ladder.ranks import ending, meeting, store
@@ -70,6 +73,8 @@ def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():
     (Terminated("SIGTERM"), 143, "x.py: was stopped by SIGTERM in decode step 7\n"),
     (KeyboardInterrupt("step 3 is saved"), 130, "step 3 is saved\n"),
     (MemoryError(), 1, "x.py: ran out of memory (MemoryError: MemoryError) in decode step 7\n"),
+    (RuntimeError("Cannot allocate memory (os error 12)"), 1,  # safetensors', of mmap
+     "x.py: ran out of memory (RuntimeError: Cannot allocate memory (os error 12)) in decode step 7\n"),
     (ValueError("x\ny"), 1, "ValueError: x\ny\nx.py: failed (ValueError: x) in decode step 7\n"),
 ])  # fmt: skip
 def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, capsys):
@@ -133,10 +138,121 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
     assert world.gather((1, "a")) == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
 
 
+# Attempts and other runs, which may share a store
+
+
+def in_threads(calls):
+    """What each of the calls returns or raises, all at the same time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+    return [future.exception() or future.result() for future in futures]
+
+
+def own_keys(shared, rank, tp_size=2, sleep=0):
+    time.sleep(sleep)
+    return store.own_keys(shared, rank, tp_size)
+
+
+def test_an_attempt_of_torchrun_does_not_see_what_an_earlier_one_has_left(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    shared = dist.HashStore()
+    earlier = in_threads([functools.partial(own_keys, shared, rank, 3) for rank in range(3)])
+    earlier[0].set("ended", "1 1 0")
+    assert all(store.ended(each) == 1 for each in earlier)
+    name = "attempt of none"
+    for before in shared.get(name), b"0123 2":  # whose rank 1 died before it came, too
+        shared.set(name, before)
+        # rank 1 comes first, and finds that attempt
+        calls = [functools.partial(own_keys, shared, 0, sleep=0.1), functools.partial(own_keys, shared, 1)]
+        zero, one = in_threads(calls)
+        zero.set("a", "b")
+        assert one.get("a") == b"b" and store.ended(one) is None and not earlier[1].check(["a"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")  # torchrun's own stores may be shared
+    other, _ = in_threads([functools.partial(own_keys, shared, rank) for rank in range(2)])
+    assert not other.check(["a"]) and zero.check(["a"])
+
+
+@pytest.mark.parametrize("rank, tp_size", [(1, 2), (1, 3), (2, 3)])
+def test_a_rank_that_finds_another_run_leaves_and_does_not_touch_it(rank, tp_size, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    shared = dist.HashStore()
+    first, _ = in_threads([functools.partial(own_keys, shared, rank) for rank in range(2)])
+    words = f"^rank {rank} of {tp_size} found another run at MASTER_ADDR=here MASTER_PORT=29500: give each run its own"
+    with pytest.raises(InputError, match=words) as error:
+        own_keys(shared, rank, tp_size)
+    store.torchrun_store.cache_clear()
+    assert store.leave_first(2, rank, error.value) == (2, True) and store.ended(first) is None
+
+
+def test_a_port_at_which_nobody_answers_ends_the_run(monkeypatch):
+    """torch's own client of a store waits for ever if what listens there says nothing."""
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **more: time.sleep(20))
+    monkeypatch.setattr(store, "IMPORTS", -1.9)
+    variables = {"MASTER_ADDR": "here", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2", "LADDER_TIMEOUT": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    store.torchrun_store.cache_clear()
+    with pytest.raises(InputError, match="no store to meet at: MASTER_ADDR=here MASTER_PORT=1 does not answer$"):
+        store.torchrun_store()
+
+
+def test_a_store_that_goes_before_all_have_come_is_no_traceback(monkeypatch):
+    def go(*_):
+        raise dist.DistNetworkError("Connection was likely closed")
+
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(store, "own_keys", go)
+    store.torchrun_store.cache_clear()
+    with pytest.raises(StoreLost, match="^the store at MASTER_ADDR=127.0.0.1 MASTER_PORT=0 has gone before all ranks"):
+        store.torchrun_store()
+
+
+@pytest.mark.parametrize("torchrun", [None, "none"])
+def test_a_rank_that_does_not_start_is_named_by_one_that_has(torchrun, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", torchrun)
+    monkeypatch.setenv("LADDER_TIMEOUT", "2")
+    monkeypatch.setattr(store, "IMPORTS", -1.9)
+    limit = r"did not start within 0\.1 s \(LADDER_TIMEOUT \+ -1\.9\)$"
+    errors = in_threads([functools.partial(own_keys, dist.HashStore(), rank, 3) for rank in (1, 2)])
+    assert re.fullmatch(f"rank 0 of 3 {limit}", str(errors[0])) and errors[1].code == 1
+    shared = dist.HashStore()
+    errors = in_threads([functools.partial(own_keys, shared, rank, 4) for rank in (0, 2)])
+    assert re.fullmatch(f"rank 1 and rank 3 of 4 {limit}", str(errors[0])) and errors[1].code == 1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_again_what_has_died(tmp_path):
+    source = """
+import os, signal
+from complete import complete, load
+from ladder.ranks import launch
+def main():
+    model, tokenizer = load("demo", "cpu")
+    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", "1"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(*complete(model, tokenizer, ["Once"], 5, temperature=0), flush=True)
+launch.run(main)
+"""
+    (tmp_path / "user.py").write_text(source)
+    words = command(tmp_path / "user.py", ranks=2)
+    words[3:3] = ["--max-restarts=1"]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True, timeout=HANGS
+    )
+    assert done.returncode == 0 and done.stdout.count(" upon a time") == 2, done.stderr
+
+
 def run_source(source, stdout=subprocess.PIPE, closed="", **environment):
     """closed: redirections of a shell, such as >&-."""
     words = [sys.executable, "-c", f"import os, signal, sys, time; from ladder.ranks import launch\n{source}"]
-    words, env = ["sh", "-c", f'exec "$@" {closed}', "sh", *words], {**os.environ, **environment}
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", *words]
+    env = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
     return subprocess.run(words, cwd=ROOT, text=True, timeout=HANGS, stdout=stdout, stderr=subprocess.PIPE, env=env)
 
 
@@ -193,6 +309,18 @@ launch.run(main)
     done = run_source(source.replace("SWALLOWS", swallows))
     assert (done.returncode, done.stdout) == (143, "cleaned up\n"), done.stderr
     assert done.stderr.endswith("-c: was stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize("variables, words", [
+    ({"RANK": ""}, "RANK=''"), ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"), ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),
+    ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, ".*MASTER_PORT expected, but not set"),
+])  # fmt: skip
+def test_what_a_launcher_sets_wrongly_is_named(variables, words):
+    unset = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"))
+    done = run_source("launch.run(lambda: launch.join('cpu'))", **unset | variables)
+    assert done.returncode == 2 and re.match(f"-c: {words}", done.stderr) and done.stderr.count("\n") == 1
 
 
 def test_a_process_alone_loads_nothing_of_what_several_ranks_take():
@@ -253,6 +381,18 @@ def test_each_difference_is_named():
     assert "rank 2 with " in str(error.value) and "rank 1" not in str(error.value)
     for words in f"--prompt {'x' * 60}", "--seed not given", "--seed 1", "--prompt not given":
         assert words in str(error.value)
+
+
+def test_machines_are_told_apart_whatever_the_launcher_says(monkeypatch):
+    def names(*hosts, **variables):
+        for name in "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE":
+            monkeypatch.setenv(name, variables[name]) if name in variables else monkeypatch.delenv(name, False)
+        for rank, host in enumerate(hosts):
+            monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+            yield meeting.node_name(rank, len(hosts))
+
+    assert len({*names("a", "a")}) == 1 and len({*names("a", "b")}) == 2
+    assert len({*names("a", "a", LOCAL_WORLD_SIZE="1")}) == 2 and {*names("a", "b", GROUP_RANK="3")} == {"3"}
 
 
 def test_what_ranks_are_compared_by():

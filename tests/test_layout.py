@@ -119,6 +119,17 @@ def test_links_lead_somewhere(page):
         assert ((ROOT / page).parent / target).exists(), target
 
 
+def test_each_line_of_what_surrounds_a_run_has_a_test():
+    page = (ROOT / "docs/reliability.md").read_text()
+    [table] = re.findall(r"\n\| assumption .*?\n\n", page, re.DOTALL)
+    for line in table.strip().splitlines()[2:]:
+        named = re.findall(r"`(\w+)::(\w+)`", line)
+        assert named or line.endswith(" | | |"), line
+        for file, words in named:
+            source = (ROOT / f"tests/test_{file}.py").read_text()
+            assert re.search(rf"^def test_\w*{words}", source, re.MULTILINE), (file, words)
+
+
 def test_the_readmes_example_runs():
     done = subprocess.run([sys.executable, "-c", readme_blocks()[-1]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """serve.py: its answers are those of generate.py, whoever else asks; what it refuses; how requests and servers end."""
 
+import contextlib
 import dataclasses
 import functools
 import http.client
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -433,7 +435,7 @@ REFUSED = [  # body, status, words of the message
     (OK | {"prompt": [5] * 256}, 400, "has 256 tokens but must have from 1 to 255"),
     (OK | {"max_tokens": 0}, 400, "max_tokens is 0"), (OK | {"max_tokens": "3"}, 400, "max_tokens is '3'"),
     (OK | {"temperature": -1}, 400, "temperature is -1"), (OK | {"temperature": True}, 400, "temperature is True"),
-    (OK | {"top_p": 7}, 400, "top_p is 7"), (OK | {"seed": -2}, 400, "seed is -2"),
+    (OK | {"top_p": 7}, 400, "top_p is 7"), (OK | {"seed": 2**64}, 400, "seed is 18446744073709551616 but"),
     (OK | {"top_k": -2}, 400, "top_k is -2"), (OK | {"skip_special_tokens": False}, 400, "is not implemented"),
     (OK | {"repetition_penalty": 0}, 400, "repetition_penalty is 0"), (CHAT | {"logprobs": 0}, 400, "wrong type"),
     (OK | {"min_p": 1.5}, 400, "min_p is 1.5"), (OK | {"min_tokens": 3}, 400, "min_tokens is 3 but must be from 0 to"),
@@ -469,6 +471,14 @@ def test_what_asks_for_nothing_passes(server):
     status, answer = server.ask(**OK, **neutral)
     assert status == 200 and answer["choices"][0]["logprobs"] is None
     assert server.ask(**OK | {"logprobs": 0})[1]["choices"][0]["logprobs"]["token_logprobs"]
+
+
+def test_what_clients_send_for_greedy_and_any_seed_of_64_bits(server):
+    for ask in {"temperature": 1e-8}, {"temperature": 1e-300}, {"temperature": 1, "top_p": 0}:
+        assert server.text("One day", **ask) == server.text("One day")
+    seeds = -5, 2**63 - 1, -(2**63), 7, 7 + 2**32
+    texts = [server.text("One day", temperature=1, seed=seed, max_tokens=20) for seed in (*seeds, *seeds)]
+    assert texts[:5] == texts[5:] and len({*texts}) == 5
 
 
 def test_a_history_has_what_the_chat_template_reads():
@@ -513,19 +523,37 @@ def test_an_origin_is_written_as_browsers_send_it():
     assert serving.parse_flags(flags).allow_origin == ["https://a.example", "*"]
 
 
-def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model):
-    args = {"name": "org/demo", "api_key": None, "rows": 1, "queue": 1, "host": "127.0.0.1", "log": False}
+@contextlib.contextmanager
+def new_front(monkeypatch, address="127.0.0.1", api_key=None):
+    """A Front that still loads."""
+    args = {"name": "org/demo", "api_key": api_key, "rows": 1, "queue": 1, "host": address, "log": False}
     args = SimpleNamespace(**args, allow_origin=["https://a.example"], checkpoint=ROOT / "demo")
-    listener = socket.create_server(("127.0.0.1", 0))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
     monkeypatch.setattr(serving.ending, "at_end", [])
-    monkeypatch.setattr(serving, "IDLE_SECONDS", 0.5)
     front = serving.Front(args, serving.Listener(fileno=listener.detach()))
-    send = functools.partial(Server.send, SimpleNamespace(port=front.address[1]))
+    front.args = args
     try:
+        yield front
+    finally:
+        front.close()
+
+
+@contextlib.contextmanager
+def loaded_front(monkeypatch, model, *args, **more):
+    with new_front(monkeypatch, *args, **more) as front:
+        front.ready(SimpleNamespace(config=model[0].config, max_new_tokens=99, tokenizer=model[1], args=front.args))
+        yield front
+
+
+def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model):
+    monkeypatch.setattr(serving, "IDLE_SECONDS", 0.5)
+    with new_front(monkeypatch) as front:
+        send = functools.partial(Server.send, SimpleNamespace(port=front.address[1]))
         for path in "/health", "/v1/models":
             response = send(path)
             assert response.status == 503 and "loading" in json.loads(response.read())["error"]["message"]
-        front.ready(SimpleNamespace(config=model[0].config, max_new_tokens=99, tokenizer=model[1], args=args))
+        front.ready(SimpleNamespace(config=model[0].config, max_new_tokens=99, tokenizer=model[1], args=front.args))
         assert json.loads(send("/v1/models/org/demo").read())["id"] == "org/demo" and send("/v1/models/x").status == 404
         for origin, status in ("https://a.example", 200), ("https://b.example", 403):
             response = send("/health", None, **{"Origin": origin, "Sec-Fetch-Site": "cross-site"})
@@ -536,8 +564,129 @@ def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model
                 idle.settimeout(5)
                 idle.sendall(begun)
                 assert idle.recv(1) == b""  # it was ended
-    finally:
-        front.close()
+
+
+def raw(address, *requests, half=True):
+    """What comes back for requests [(method, path, headers, body)] of a client that then ends its own direction."""
+    with socket.create_connection(address, timeout=60) as client:
+        for first, headers, body in requests:
+            lines = [first, *({"Host": "localhost", "Content-Length": str(len(body))} | headers).items()]
+            client.sendall("\r\n".join(map(": ".join, [[lines[0]], *lines[1:]])).encode() + b"\r\n\r\n" + body)
+        if half:
+            client.shutdown(socket.SHUT_WR)
+        return b"".join(iter(functools.partial(client.recv, 2**16), b""))
+
+
+def test_a_client_that_ends_its_own_direction_gets_its_answers(server):
+    address, first = ("127.0.0.1", server.port), "POST /v1/completions HTTP/1.1"
+    for stream, count in itertools.product((False, True), (1, 40)):
+        ask = {"prompt": "Once", "max_tokens": count, "temperature": 0, "stream": stream}
+        request = first, {}, json.dumps(ask).encode()
+        plain = raw(address, (request[0], {"Connection": "close"}, request[2]), half=False)
+        texts = [re.findall(rb'"text": ?"(.*?)"', data) for data in (plain, raw(address, request))]
+        assert texts[0] == texts[1] != []
+    assert raw(address, request, request).count(b"HTTP/1.1 200 OK") == 2
+    assert raw(address, (first, {"Content-Length": "9"}, b"{")) == b""  # incomplete
+    assert raw(address) == b""
+
+
+def test_a_client_that_has_gone_is_told_from_one_that_only_ended_its_own_direction(monkeypatch, model):
+    monkeypatch.setattr(serving, "HALF_CLOSED_SECONDS", 0.1)
+    body = json.dumps(OK).encode()
+
+    def waiting(version, gone):
+        """(Connection of a client, its Answer, which nobody computes yet)."""
+        client = socket.create_connection(front.address, timeout=5)
+        head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        while not front.open:
+            time.sleep(0.01)
+        client.close() if gone else client.shutdown(socket.SHUT_WR)
+        return client, [*front.open][0]
+
+    with loaded_front(monkeypatch, model) as front:
+        waiting("1.1", True)
+        end = time.monotonic() + 3
+        while front.open:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        for version in "1.1", "1.0":
+            client, answer = waiting(version, False)
+            time.sleep(1)
+            answer.send((rows.Token(5), "length", [], 0))
+            data = b"".join(iter(functools.partial(client.recv, 2**16), b""))
+            proceeds, last = data.split(b"HTTP/1.1 200 OK\r\n")
+            assert b'"finish_reason":"length"' in last and not front.open
+            count, rest = divmod(len(proceeds), len(b"HTTP/1.1 100 Continue\r\n\r\n"))
+            assert rest == 0 and (count > 0) == (version == "1.1")
+
+
+@pytest.mark.parametrize("host, known", [
+    ("localhost", True), ("127.0.0.1:1", True), ("LOCALHOST", True), ("a{b.evil.example", False), ("a`b.evil", False),
+    ('"x.evil.example', False), ("evil.example/", False), ("evil.example, localhost", False), ("", False),
+    ("evil.example:99999", False), ("u@evil.example", False), ("u@localhost", False), ("localhost:80:80", False),
+    ("localhost.evil.example", False), ("[::2]:80", False), ("[evil", False), ("[::1]", False),
+])  # fmt: skip
+def test_only_names_of_this_machine_are_its_hosts(host, known, monkeypatch, model):
+    """Also where a browser takes for a name what RFC 3986 does not."""
+    with loaded_front(monkeypatch, model) as front:
+        data = raw(front.address, ("GET /health HTTP/1.1", {"Host": host, "Connection": "close"}, b""))
+        assert data.startswith(b"HTTP/1.1 200" if known else b"HTTP/1.1 403"), data
+        assert raw(front.address, ("GET /health HTTP/1.0", {}, b"")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("address, url", [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")])
+def test_where_it_listens_is_a_url(address, url, monkeypatch, model):
+    if address == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with loaded_front(monkeypatch, model, address) as front:
+        assert front.url.startswith(url)
+        for host in front.url.removeprefix("http://"), "localhost":
+            with urllib.request.urlopen(urllib.request.Request(f"{front.url}/health", headers={"Host": host})) as got:
+                assert got.status == 200
+
+
+def has_ipv6():
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("header, status", [
+    ("Bearer k 1", 200), ("bearer k 1", 200), ("BEARER   k 1", 200), ("Bearer K 1", 401), ("Basic k 1", 401),
+    ("Bearer", 401), ("k 1", 401), ("Bearerk 1", 401), (None, 401),
+])  # fmt: skip
+def test_a_key_follows_its_scheme_in_any_case(header, status, monkeypatch, model):
+    with loaded_front(monkeypatch, model, api_key="k 1") as front:
+        headers = {} if header is None else {"Authorization": header}
+        response = Server.send(SimpleNamespace(port=front.address[1]), "/v1/models", **headers)
+        assert (response.status, response.headers["WWW-Authenticate"]) == (status, "Bearer" if status == 401 else None)
+
+
+def test_a_wrong_method_is_told_the_right_ones(server):
+    for path, method, right in ("/v1/completions", None, {"POST"}), ("/health", OK, {"GET", "HEAD"}):
+        response = server.send(path, method)
+        assert (response.status, {*response.headers["Allow"].split(", ")}) == (405, right)
+
+
+def test_a_prompt_alone_is_scored(server, model):
+    for more in {}, {"stream": True}:
+        ask = {"prompt": "Once upon a time", "max_tokens": 0, "echo": True, "logprobs": 1, **more}
+        one = server.ask(**ask | {"max_tokens": 1, "stream": False})[1]["choices"][0]["logprobs"]
+        events = [*server.events(**ask)] if more else [server.ask(**ask)[1]]
+        [choice] = events[0]["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("Once upon a time", "length")
+        assert len(events) == (2 if more else 1)
+        for name, values in choice["logprobs"].items():
+            assert values == one[name][:-1] and len(values) == 5
+        counts = {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+        assert more or counts.items() <= events[0]["usage"].items()
+    status, answer = server.ask(prompt=[5, 6] * 128, max_tokens=0, echo=True, logprobs=0)  # as long as the context
+    own, logp = answer["choices"][0]["logprobs"]["token_logprobs"], log_probabilities(model[0], [5, 6] * 128)
+    assert status == 200 and own[0] is None
+    assert own[1:] == pytest.approx([float(row[6 - i % 2]) for i, row in enumerate(logp[:-1])], abs=1e-3)
+    answer = server.ask(prompt=["One day", "a"], max_tokens=0, echo=True)[1]
+    assert [(choice["text"], choice["logprobs"]) for choice in answer["choices"]] == [("One day", None), ("a", None)]
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/completions"])
@@ -599,7 +748,7 @@ def test_a_client_that_goes_frees_its_row_and_others_go_on(server):
     while not server.requests():
         time.sleep(0.01)
     connection.close()  # before it is answered, which would take seconds
-    until_none(1)
+    until_none(6)  # while it might have ended its own direction alone
     streams = [server.send("/v1/completions", body | {"stream": True}) for _ in range(3)]  # as many as rows
     for stream in streams:
         stream.readline()

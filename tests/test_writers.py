@@ -1,5 +1,7 @@
 """What is written is complete or absent: killed writers, two of one output, full disks, folders that are read-only."""
 
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -16,6 +18,7 @@ import quantize
 from ladder import outputs
 from ladder.checkpoints import writing
 from ladder.errors import InputError
+from ladder.kernels import cpp
 
 
 def names(folder):
@@ -168,6 +171,50 @@ def test_a_disk_that_is_full_is_one_clear_line(name, size, writers, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert names(tmp_path) == ["out"] * (name == "append")
+
+
+# File systems that cannot do a thing
+
+
+def unsupported(number):
+    """A function of the system on such a file system."""
+
+    def call(*_):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+def test_without_locks_all_is_written_and_a_line_says_so_once(name, writers, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fcntl, "flock", unsupported(getattr(errno, name)))
+    outputs.warn_of_no_locks.cache_clear()
+    for write in writers.values():
+        (folder := tmp_path / str(id(write))).mkdir()
+        write(folder / "out")
+        assert names(folder) == ["out"] and capsys.readouterr().err.count("its file system has no locks") == 1
+    assert (folder / "out").read_text() == "figure"
+
+
+def test_without_locks_a_kernel_is_compiled(tmp_path, monkeypatch, capsys):
+    (source := tmp_path / "a.cpp").write_text('extern "C" int a() { return 1; }\n')
+    monkeypatch.setattr(fcntl, "flock", unsupported(errno.ENOLCK))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cpp.load_operators(source, "this test")
+    [library] = (tmp_path / "cache/ladder-fast").glob("a-*")
+    assert library.suffix == ".so" and "has no locks" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_synced_is_written_and_any_other_error_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", unsupported(errno.EINVAL))
+    figure(tmp_path / "out")
+    for module, name in (os, "fsync"), (fcntl, "flock"):
+        monkeypatch.setattr(module, name, unsupported(errno.EIO))
+        with pytest.raises(InputError, match="^cannot write .*other: .*Input/output error$"):
+            figure(tmp_path / "other")
+        assert names(tmp_path) == ["other.tmp"] * (name == "flock") + ["out"]
+    with pytest.raises(InputError, match="^cannot write .*lines: .*Input/output error$"):
+        outputs.append_line(tmp_path / "lines", 1)
 
 
 # Lines

@@ -47,10 +47,10 @@ MAX_STOPS, MAX_LOGPROBS = 16, 20
 LONG_TEXT = 2**16  # with more bytes of a body, or characters of a text, a tokenizer takes long
 
 
-def check(condition, message, status=400):
+def check(condition, message, status=400, headers=None):
     """Raise HTTPException unless the condition holds."""
     if not condition:
-        raise HTTPException(status, message)
+        raise HTTPException(status, message, headers)
 
 
 def read_fields(data, known):
@@ -98,7 +98,8 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
         max_tokens = min(max_tokens, ask["max_completion_tokens"])
     valid = logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
     check(valid, f"logprobs are of 0 to {MAX_LOGPROBS} tokens in a place")
-    check(max_tokens > 0, f"max_tokens is {max_tokens} but must be at least 1")
+    scores_only = max_tokens == 0 and ask.get("echo", False)  # an echo alone: what is sampled is not sent
+    check(max_tokens > 0 or scores_only, f"max_tokens is {max_tokens} but must be at least 1, or 0 with echo")
     valid = 0 <= ask["min_tokens"] <= max_tokens
     check(valid, f"min_tokens is {ask['min_tokens']} but must be from 0 to max_tokens, {max_tokens}")
     valid = 0.01 <= ask["repetition_penalty"] <= 100
@@ -114,11 +115,12 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
     for text, ids in prompts:
         valid = all(type(i) is int and 0 <= i < vocab_size for i in ids)
         check(valid, f"token ids are from 0 to {vocab_size - 1}")
-        check(0 < len(ids) < context, f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}")
+        most = context - 1 + scores_only
+        check(0 < len(ids) <= most, f"the prompt has {len(ids)} tokens but must have from 1 to {most}")
         seed = random.getrandbits(62) if ask["seed"] is None else ask["seed"]
         sampling = {name: ask[name] for name in ("temperature", "top_k", "top_p", "min_p")} | {"seed": seed}
         Sampler(**sampling)  # raises InputError
-        request = {"ids": ids, "max_tokens": min(max_tokens, context - len(ids)), "sampling": sampling}
+        request = {"ids": ids, "max_tokens": min(max(1, max_tokens), context - len(ids)), "sampling": sampling}
         request |= {name: ask[name] for name in ("repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens")}
         requests.append(request | {"logprobs": logprobs, "echo": ask.get("echo", False)})
         echoes.append(echo(text, ids, tokenizer) if requests[-1]["echo"] else ("", []))

@@ -10,7 +10,9 @@ import hmac
 import json
 import logging
 import os
+import re
 import resource
+import select
 import signal
 import socket
 import sys
@@ -43,6 +45,7 @@ from ladder.ranks import ending, launch
 
 MAX_BODY_BYTES = 2**22  # of a request
 DRAIN_SECONDS = 10  # for which requests may go on after SIGTERM
+HALF_CLOSED_SECONDS = 2  # after which it is asked whether a client that sends nothing more has gone
 IDLE_SECONDS = 10  # after which a connection ends whose client sends nothing
 RESERVED_FILES = 12  # open files of the process that connections may not use up
 LOG = logging.getLogger("uvicorn.error")  # uvicorn writes all of its messages there, not only errors
@@ -72,7 +75,12 @@ class Listener(socket.socket):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, but it also ends if it sends nothing for a while before a request is complete."""
+    """uvicorn's connection, but it also ends if it sends nothing for a while before a request is complete.
+
+    And a client that ends only its own direction gets its answers (RFC 9112 9.6). One that has gone sends the same, but
+    resets the connection when something reaches it: until the answer begins, that is 100 Continue, which any client of
+    HTTP/1.1 skips (RFC 9110 15.2).
+    """
 
     def connection_made(self, transport):
         super().connection_made(transport)
@@ -85,6 +93,26 @@ class Connection(H11Protocol):
     def end_if_idle(self):
         if self.timeout_keep_alive_task is None and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self.timeout_keep_alive_task = self.loop.call_later(IDLE_SECONDS, self.transport.close)
+
+    def eof_received(self):
+        if self.cycle is None or self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            return False  # nothing is to be answered: the connection ends
+        self.cycle.keep_alive = self.conn.trailing_data[0] != b""  # there may be another request already
+        self.loop.call_later(HALF_CLOSED_SECONDS, self.probe)
+        return True
+
+    def probe(self):
+        """End a connection whose client has gone, or which has answered all; else see to it that a reset would come."""
+        if self.transport.is_closing():
+            return
+        events = select.poll()
+        events.register(self.transport.get_extra_info("socket").fileno(), 0)  # a reset is always reported
+        if events.poll(0) or self.cycle.response_complete:
+            self.transport.abort() if events.poll(0) else self.transport.close()
+            return
+        if not self.cycle.response_started and self.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(0.5, self.probe)
 
 
 class Answer:
@@ -122,10 +150,12 @@ class Answer:
                     raise event
                 token, finish, scored, cached = event
                 check(finish != "error", "the logits are NaN or infinite: see --dtype", 500)
-                self.count, self.cached = self.count + 1, self.cached + cached
-                tokens += [*scored, token]
-                offsets.append(begin + text.size)
-                more, self.finish = text.push([token.id] * (finish != "stop"), finish)  # end-of-sequence has no text
+                answer, finish = ([token], finish) if self.ask["max_tokens"] else ([], "length")
+                self.count, self.cached = self.count + len(answer), self.cached + cached
+                tokens += [*scored, *answer]
+                offsets += [begin + text.size] * len(answer)
+                ids = [each.id for each in answer if finish != "stop"]  # end-of-sequence has no text
+                more, self.finish = text.push(ids, finish)
                 new += more
                 if self.finish or (new and stream):
                     message = {"delta" if stream else "message": role | {"content": new}}
@@ -167,10 +197,10 @@ class Front:
         self.model = args.name or os.path.basename(os.path.abspath(args.checkpoint))
         self.api_key, self.max_open = args.api_key or os.environ.get("LADDER_API_KEY"), args.rows + args.queue
         self.origins = args.allow_origin
-        self.address = listener.getsockname()[:2]
-        address = self.address[0]
+        self.address = address, port = listener.getsockname()[:2]
+        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         local = address == "::1" or address.startswith("127.")
-        self.hosts = {"localhost", address, args.host} if local and not self.api_key else None
+        self.hosts = {"localhost", address, args.host.lower()} if local and not self.api_key else None
         self.open, self.rows = {}, {}  # {answer that waits or runs: None}, in order; {number of a row: its last answer}
         self.wake = threading.Event()
         headers = {"Content-Security-Policy": CONTENT_POLICY}
@@ -179,7 +209,7 @@ class Front:
         routes += [Route(f"/v1/models{name}", self.models) for name in ("", "/{name:path}")]
         routes += [Route(f"/v1/{chat}completions", self.complete, methods=["POST"]) for chat in ("", "chat/")]
         handlers = {
-            HTTPException: lambda _, e: Response(error(e), e.status_code, media_type="application/json"),
+            HTTPException: lambda _, e: Response(error(e), e.status_code, e.headers, "application/json"),
             ClientDisconnect: lambda *_: Response(),
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
@@ -208,14 +238,16 @@ class Front:
     def admit(self, request, key=True):
         """Raise HTTPException for a wrong key, a foreign web page, or a server that is loading or stopping."""
         if self.hosts:  # no key, so a foreign page could send requests, and read answers if its name resolves here
-            site, host = request.headers.get("sec-fetch-site"), request.url.hostname
+            site = request.headers.get("sec-fetch-site")
+            host = request.headers.get("host", "localhost")  # HTTP/1.0, which browsers do not speak, may have none
+            host = re.fullmatch(r"\[?(.*?)\]?(:\d*)?", host)[1].lower()
             known = site != "cross-site" or {"*", request.headers.get("origin")} & {*self.origins}
             words = f"a web page elsewhere and the name {host!r} need a server with --api-key"
             check(host in self.hosts and known, f"{words}, and such a page --allow-origin", 403)
         if key and self.api_key:
-            given, right = request.headers.get("authorization", ""), f"Bearer {self.api_key}".encode()
-            right = hmac.compare_digest(given.encode("latin-1"), right)
-            check(right, "Incorrect API key", 401)
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.lstrip(" ").encode("latin-1"), self.api_key.encode())
+            check(right and scheme.lower() == "bearer", "Incorrect API key", 401, {"WWW-Authenticate": "Bearer"})
         check(not self.deadline, "the server is stopping", 503)
         check(self.tokenizer, "loading: the model is not ready yet", 503)
 
@@ -233,7 +265,7 @@ class Front:
 
     async def complete(self, request):
         self.admit(request)
-        data, chat = bytearray(), "chat" in request.url.path
+        data, chat = bytearray(), "chat" in request.scope["path"]
         try:
             async for chunk in request.stream():
                 data += chunk
@@ -377,7 +409,7 @@ def main(argv=None):
     if front:
         sys.setswitchinterval(5e-5)  # seconds: a pass must not wait for the thread that sends the token before
         front.ready(job)
-        world.say("listening at http://{}:{}".format(*front.address))
+        world.say(f"listening at {front.url}")
     with runner.unguarded():
         serve(world, rows, front)
     LOG.info("the end, after SIGTERM: %d requests are cut", len(front.open) if front else 0)

@@ -289,7 +289,7 @@ def parse(argv):
     g.add_argument("--align-steps", type=number(int, 0), metavar="N", default=0, help=words)
     words = "of the text's cross-entropy beside the KL divergence from the teacher (default: 0.1)"
     g.add_argument("--text-weight", type=number(float, 0), metavar="X", default=0.1, help=words)
-    g.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="S", help="of all that is random")
+    g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help="of all that is random")
     g.add_argument("--dtype", choices=checkpoint.DTYPES, default="bfloat16", help="of the written weights")
     g.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
     g = p.add_argument_group("machine")

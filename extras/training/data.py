@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ladder.checkpoints.checkpoint import read_text
 from ladder.errors import InputError, first_line
 from ladder.scoring import SEPARATOR
+from ladder.seeds import generator
 
 DOCUMENTS_AT_ONCE = 256  # so many are tokenized and in memory at once; an error or a signal waits for them
 TOKEN = np.dtype([("id", "<u4"), ("document", "<u4")])  # a token on disk: its id and the index of its document
@@ -109,8 +110,7 @@ class Windows:
 
         @functools.cache
         def order(epoch):
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            return torch.randperm(self.n, generator=generator)
+            return torch.randperm(self.n, generator=generator(self.seed * 1_000_003 + epoch))
 
         return [order(i // self.n)[i % self.n].item() for i in range(first, first + n)]
 

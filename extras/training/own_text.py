@@ -55,7 +55,7 @@ def write(path, config, args, world):
         rows = min(ROWS, n - batch * ROWS)
         if rows < min(ROWS, n):
             runner = generate.Runner(model, make_cache(model, rows, size))
-        sample = Sampler(1.0, seed=args.seed * 1_000_003 + batch, device=world.device)
+        sample = Sampler(1.0, seed=(args.seed * 1_000_003 + batch) % 2**64, device=world.device)
         sequences = generate.generate(runner, [prompt] * rows, size - len(prompt), sample).sequences
         tokens = np.empty((rows, size), TOKEN)
         tokens["id"] = sequences

@@ -20,6 +20,7 @@ from ladder.errors import InputError
 from ladder.layers.attention_inputs import rope_frequencies
 from ladder.layers.mixture import stays_float32
 from ladder.progress import progress
+from ladder.seeds import generator
 
 
 def shard(model, sublayers, world, dtype):
@@ -60,7 +61,7 @@ def dithered(x, seed):
     tenth of the weights by a step. Without this it changes none: what a small learning rate learns has no effect.
     """
     step = torch.exp2(torch.frexp(x)[1] - 8.0)
-    moved = x + (torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) - 0.5) * step
+    moved = x + (torch.rand(x.shape, generator=generator(seed)) - 0.5) * step
     return torch.where(moved.bfloat16() == x, moved, x)
 
 
@@ -71,7 +72,7 @@ def fresh(name, shape, seed):
     """
     if len(shape) == 1 or name.endswith(("wo.weight", "w2.weight", "bias")):
         return torch.full(shape, float(len(shape) == 1 and not name.endswith("bias")))
-    return torch.empty(shape).normal_(0, shape[-1] ** -0.5, generator=torch.Generator().manual_seed(seed))
+    return torch.empty(shape).normal_(0, shape[-1] ** -0.5, generator=generator(seed))
 
 
 def summed(values, world):

@@ -15,7 +15,10 @@ def render(tokenizer, messages, answer=True, variables=None):
         raise InputError(f"no chat template {where}: give it plain texts, not chats")
     standard = {**tokenizer.template_variables, "messages": messages, "add_generation_prompt": answer}
     variables = {"tools": None, "documents": None, **(variables or {}), **standard}
-    text, error = template.renderer.render(tokenizer.template, variables)
+    try:
+        text, error = template.renderer.render(tokenizer.template, variables)
+    except ChildProcessError as e:
+        raise InputError(str(e)) from None
     if error is not None:
         raise InputError(f"the checkpoint's chat template refuses this conversation: {first_line(error)}")
     return text

@@ -20,6 +20,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEGABYTES, CHARACTERS = 512, 10**7  # limits for a template, besides a Renderer's seconds
+LIMITS = 1, -signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT  # how a process ends that exceeds them
 
 
 def readable(template):
@@ -69,20 +70,24 @@ class Renderer:
         self.lock = threading.Lock()
 
     def render(self, template, variables):
-        """Return (text, None), or (None, what went wrong)."""
+        """Return (text, None), or (None, what went wrong). Raises ChildProcessError if others end the process."""
         with self.lock:
-            if self.process is None:
-                command = [sys.executable, "-P", __file__, str(self.seconds)]
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-                self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # without Ctrl-C
-            try:
-                self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
-                self.process.stdin.flush()
-                return json.loads(self.process.stdout.readline())
-            except (BrokenPipeError, ValueError):  # the process was ended
-                self.process.communicate()
-                self.process = None
-                return None, f"it takes more than {self.seconds} s or {MEGABYTES} MB"
+            for _ in range(2):  # perhaps somebody has ended the process meanwhile
+                if self.process is None:
+                    command = [sys.executable, "-P", __file__, str(self.seconds)]
+                    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+                    self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # without Ctrl-C
+                try:
+                    self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
+                    self.process.stdin.flush()
+                    return json.loads(self.process.stdout.readline())
+                except (BrokenPipeError, ValueError):  # the process was ended
+                    self.process.communicate()
+                    code, self.process = self.process.returncode, None
+                if code in LIMITS:
+                    return None, f"it takes more than {self.seconds} s or {MEGABYTES} MB"
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        raise ChildProcessError(f"the process that renders chat templates was ended from outside, twice: {name}")
 
 
 renderer = Renderer()

@@ -35,20 +35,22 @@ def token_text(tokenizer, i):
     return tokenizer.continuation(tokenizer.encode_plain("a"), [i])
 
 
-def check_vocabulary(config, folder, other, other_folder, called):
+def check_vocabulary(config, folder, other, other_folder, called, any_padding=False):
     """Raise InputError unless two models have the same number of tokens and, as far as compared, the same tokens.
 
     folder, other_folder: each model's folder, or None if it has no tokenizer; if both have one, about 1000 tokens are
-    compared. called: what the message calls the other model.
+    compared. called: what the message calls the other model. any_padding: whether their tables may have more rows than
+    their tokenizers have tokens, each as many as it likes (Qwen 2.5 has 151,936 in small models and 152,064 in others).
     """
     error = f"{called} has another vocabulary"
-    if other.vocab_size != config.vocab_size:
+    ours, theirs = (path and load_tokenizer(path, c.vocab_size) for path, c in ((folder, config), (other_folder, other)))
+    both = ours and theirs
+    if other.vocab_size != config.vocab_size and not (any_padding and both and ours.vocab_size == theirs.vocab_size):
         raise InputError(f"{error}, of {other.vocab_size:,} tokens, and the model's {config.vocab_size:,}")
-    ours, theirs = (path and load_tokenizer(path, config.vocab_size) for path in (folder, other_folder))
-    if not ours or not theirs:
+    if not both:
         return
     special = {*ours.special.values(), *theirs.special.values()}
-    for i in range(0, config.vocab_size, 1 + config.vocab_size // 1000):
+    for i in range(0, min(config.vocab_size, other.vocab_size), 1 + config.vocab_size // 1000):
         text, other_text = (token_text(t, i).replace("<unk>", " \u2047 ") for t in (ours, theirs))  # both mean unknown
         if i not in special and text != other_text:
             raise InputError(f"{error}: token {i} is {other_text!r}, and the model's {text!r}")

@@ -42,4 +42,4 @@ def check_models(flag, config, folder=None, draft=None, draft_folder=None):
     if config.linear_layers or (draft and draft.linear_layers):  # a state cannot forget a proposal that is rejected
         raise InputError(f"{flag}: a model with linear_layers neither drafts nor is drafted for: drop it")
     if draft:
-        check_vocabulary(config, folder, draft, draft_folder, flag)
+        check_vocabulary(config, folder, draft, draft_folder, flag, any_padding=True)

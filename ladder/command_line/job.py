@@ -43,8 +43,9 @@ def parse_generation_flags(description, argv=None):
     g.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="T", help="0: greedy, 1: the model's")
     g.add_argument("--top-k", type=count, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
     words = "... among the likeliest of mass P, e.g. 0.95"
-    g.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0, metavar="P", help=words)
-    g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help="of sampling and prompts")
+    g.add_argument("--top-p", type=number(float, 0, 1), default=1.0, metavar="P", help=words)
+    seed = number(int, -(2**63), 2**64 - 1)
+    g.add_argument("--seed", type=seed, default=0, metavar="S", help="of sampling and prompts")
     words = "speculative decoding: a smaller checkpoint, or the text's own n-grams, propose K (3) tokens at a time, "
     words += "e.g. ngram@4"
     g.add_argument("--draft", metavar="(DIR|ngram)[@K]", help=words)

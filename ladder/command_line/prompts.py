@@ -7,6 +7,7 @@ from ladder.checkpoints import checkpoint
 from ladder.checkpoints.tokenizer import TextStream
 from ladder.command_line.flags import count
 from ladder.errors import InputError
+from ladder.seeds import generator
 
 
 def add_prompt_flags(parser):
@@ -42,7 +43,7 @@ def read_prompts(args, config, tokenizer):
     prompts = [encode(text, args, tokenizer) for given in args.prompt or [] for text in read_prompt(given)]
     if args.prompt_length is not None:
         fit(1, [range(args.prompt_length)], config.max_seq_len)
-        seeded, shape = torch.Generator().manual_seed(args.seed), (args.batch or 1, args.prompt_length)
+        seeded, shape = generator(args.seed % 2**64), (args.batch or 1, args.prompt_length)
         prompts = torch.randint(config.vocab_size, shape, generator=seeded).tolist()
     if not prompts:
         raise InputError("no prompt: give --prompt or --prompt-length, or --chat alone to chat")

@@ -7,6 +7,7 @@ import torch
 
 from ladder.errors import InputError
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT
+from ladder.seeds import generator
 from model import VOCAB_BLOCK, SingleDevice
 
 BUCKET = 256  # the slots of a GPU's cache are a multiple of it
@@ -66,22 +67,23 @@ class Sampler:
 
     def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu", min_p=0.0):
         low, high = 1e-6, 1e30  # float32 can still tell them from 0 and infinity
-        if not (temperature == 0 or low <= temperature <= high):
-            raise InputError(f"temperature is {temperature} but must be 0 (greedy) or from {low} to {high}")
+        if not 0 <= temperature <= high:
+            raise InputError(f"temperature is {temperature} but must be from 0 (greedy) to {high}")
         if top_k is not None and top_k < 1:
             raise InputError(f"top_k is {top_k} but must be a whole number, at least 1")
-        if not low <= top_p <= 1:
-            raise InputError(f"top_p is {top_p} but must be a number from {low} to 1")
+        if not 0 <= top_p <= 1:
+            raise InputError(f"top_p is {top_p} but must be a number from 0 to 1")
         if not 0 <= min_p <= 1:
             raise InputError(f"min_p is {min_p} but must be a number from 0 to 1")
-        if not 0 <= seed < 2**63:
-            raise InputError(f"seed is {seed} but must be a whole number from 0 to 2^63 - 1")
+        if not -(2**63) <= seed < 2**64:
+            raise InputError(f"seed is {seed} but must be a whole number of 64 bits")
+        temperature = temperature if temperature >= low else 0  # what both come to as they approach 0
         self.greedy, self.filters = temperature == 0, top_k is not None or top_p < 1 or min_p > 0
         self.temperature = torch.tensor(temperature, dtype=torch.float32).item()  # as joined() rounds it
-        self.top_p, self.min_p, self.device = top_p, min_p, device
+        self.top_p, self.min_p, self.device = max(top_p, low), min_p, device
         self.top_k = 2**31 if top_k is None else top_k
         self.n_candidates = 0 if top_k is None else top_k + 1  # at least so many, to see what top_k excludes
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.generator = generator(seed % 2**64, device)
         self.generators = [self.generator]  # one for all rows, or one for each
         # samplers with an equal key share CUDA graphs; None: sampling is not captured
         self.graph_key = "greedy" if self.greedy else None if self.filters else self

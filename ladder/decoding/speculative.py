@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ladder.decoding import top_k_top_p
-from ladder.decoding.batch import Sampler, last_tokens, pad
+from ladder.decoding.batch import SINGLE_DEVICE, Sampler, last_tokens, pad
 from model import cache_slots
 
 
@@ -85,10 +85,15 @@ class Ngrams(Draft):
 class SmallModel(Draft):
     """Proposes one token after another by a smaller model, which each rank has whole, with a cache of its own.
 
-    Only the proposals of rank 0 count.
+    Only the proposals of rank 0 count. cached: tokens of each row in its cache, which the next turn of a chat can use.
+    vocab_size: of the model that it helps, whose table may be padded otherwise.
     """
 
-    cached = 0  # tokens of each row in its cache, which the next turn of a chat can use
+    cached = 0
+
+    def __init__(self, count, runner, vocab_size):
+        super().__init__(count, runner)
+        self.vocab_size, self.last_id = vocab_size, runner.model.config.vocab_size - 1
 
     def begin(self, cached_tokens=0):
         super().begin()
@@ -100,9 +105,12 @@ class SmallModel(Draft):
         for i in range(self.count):
             if i:
                 logits = self.runner.decode(ids[-1][:, None], positions + i, longest + i)
-            token, p = draw(sample, logits[:, -1], self.runner.model.comm)
+            logits, comm = logits[:, -1], self.runner.model.comm
+            if self.last_id >= self.vocab_size:  # the other model's table has no rows for this padding
+                logits, comm = comm.gather_logits(logits)[:, : self.vocab_size], SINGLE_DEVICE
+            token, p = draw(sample, logits, comm)
             ids.append(token)
-            q.append(p)
+            q.append(p if p is None else F.pad(p, (0, self.vocab_size - p.shape[-1])))
         return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(sequences)
 
     def read(self, sequences, device):
@@ -111,9 +119,10 @@ class SmallModel(Draft):
         The last two tokens of each row are read: if the last proposal was accepted, it is not in the cache yet.
         """
         if self.begins:  # not in begin(), since a request may end before anything is proposed
-            self.runner.prefill(*pad([ids[:-1] for ids in sequences], device), self.cached)
+            tokens, lengths = pad([ids[:-1] for ids in sequences], device)
+            self.runner.prefill(tokens.clamp(max=self.last_id), lengths, self.cached)
         self.begins, self.cached = False, min(map(len, sequences))
-        tokens = torch.tensor([ids[-2:] for ids in sequences], device=device)
+        tokens = torch.tensor([ids[-2:] for ids in sequences], device=device).clamp(max=self.last_id)
         positions = torch.tensor([len(ids) - 2 for ids in sequences], device=device)
         return self.runner.decode(tokens, positions, max(map(len, sequences)))
 

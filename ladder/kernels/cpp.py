@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ladder import outputs
 from ladder.errors import InputError
 from ladder.kernels import compilers
 
@@ -30,14 +31,14 @@ def load_operators(source, what, *options):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not library.is_file():
-            with open(folder / "lock", "a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with open(folder / "lock", "a") as f:
+                outputs.lock(f, fcntl.LOCK_EX)
                 if not library.is_file():  # else another process has compiled it meanwhile
                     includes = [f"-I{home / path}" for path in ("include", "include/torch/csrc/api/include")]
                     libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
                     command = [compilers.compiler(what), "-shared", "-fPIC", source, *options, *includes, *libraries]
                     print(f"compiling {source.name}, once ...", file=sys.stderr, flush=True)
-                    unfinished = library.with_suffix(".new")
+                    unfinished = library.with_suffix(f".{os.getpid()}")  # without locks there may be two
                     subprocess.run([*command, "-o", unfinished], check=True, capture_output=True, text=True)
                     os.replace(unfinished, library)
         torch.ops.load_library(library)

@@ -83,18 +83,20 @@ def printable(text):
 
 def out_of_memory(error):
     """Return whether an exception says that memory is short; PyTorch's for CPUs is a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def leave(error):
     """End this process with the exit code of the first rank that leaves, which also says why."""
     folder, script = os.path.split(sys.argv[0])
     script = os.path.basename(folder) if script == "__main__.py" else script  # of python -m PACKAGE
-    rank, tp_size = rank_and_size()
+    rank, tp_size = 0, 1
+    with contextlib.suppress(InputError):  # the error that is said here
+        rank, tp_size = rank_and_size()
     who = f"{script}: rank {rank} of {tp_size}" if tp_size > 1 else f"{script}:"
     where = f" in {progress}" if tp_size > 1 or progress.phase != "start" else ""
     what = f"({type(error).__name__}: {printable(first_line(error))})"
-    full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None
     endings = [
         (error is None, 0, ""),
         (isinstance(error, SystemExit), getattr(error, "code", 0) or 0, ""),

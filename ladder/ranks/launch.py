@@ -6,6 +6,7 @@ import sys
 
 import torch.distributed as dist
 
+from ladder import cgroups
 from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks import ending, store
@@ -21,6 +22,7 @@ def join(device=None, flags=None):
     the command line, equal on all ranks; "comm" names one of PROCESS_GROUPS.
     Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
+    cgroups.limit_threads()
     flags = flags or {}
     if rank_and_size()[1] > 1:
         from ladder.ranks import meeting
@@ -50,10 +52,12 @@ def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
     open_streams()
     ending.heed_signals()
-    error = None
+    error, several = None, False
     try:
         try:
-            if rank_and_size()[1] > 1:
+            cgroups.limit_threads()
+            several = rank_and_size()[1] > 1
+            if several:
                 store.torchrun_store()  # now, so that of several ranks with bad flags one says so
             main()
             sys.stdout.flush()
@@ -66,7 +70,7 @@ def run(main):
         error = e
     if isinstance(error, Exception):  # which a library may have raised for the one of a signal
         error = ending.received or error
-    if rank_and_size()[1] > 1:
+    if several:
         from ladder.ranks import watch
 
         error = watch.explain(error)

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import hashlib
 import os
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -77,14 +78,18 @@ def meet(device, flags):
     return world
 
 
+def node_name(rank, tp_size):
+    """Return torchrun's number of this rank's node or, of another launcher, the machine's name and what comes close."""
+    _, local = local_rank_and_size(rank, tp_size)
+    return os.environ.get("GROUP_RANK", f"{socket.gethostname()} {rank // local}")
+
+
 def make_group(world, flags):
     """Compare the ranks, and make torch.distributed's default group: NCCL on GPUs, else gloo. Raises InputError.
 
     Where ranks share a GPU and NCCL refuses that, gloo sums, through the host's memory.
     """
-    _, local = local_rank_and_size(world.rank, world.tp_size)
-    # torchrun's number of the node, or what comes close
-    world.nodes = world.gather(os.environ.get("GROUP_RANK", str(world.rank // local)))
+    world.nodes = world.gather(node_name(world.rank, world.tp_size))
     world.agree(_start(flags, world.device))
     backend, on_gpu, last_resort = "gloo", {}, timedelta(minutes=30)  # ladder/ranks/watch.py reports hangs sooner
     on_gpus = world.device.type == "cuda"

@@ -5,28 +5,100 @@ import contextlib
 import functools
 import json
 import os
+import queue
 import re
+import secrets
+import threading
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from ladder.errors import InputError, StoreLost, first_line
+from ladder.errors import InputError, StoreLost, Verdict, first_line
+from ladder.ranks.world import rank_and_size
 
 _gathers = collections.Counter()  # of each number of ranks: the Worlds of a process share the store
 END = re.compile(rb"(\d{1,3}) (\d+) (\S+)")  # the exit code, the rank and the node of the first rank that leaves
+TICK = 1  # seconds between the looks of ladder/ranks/watch.py
+IMPORTS = 60  # seconds that a rank may start later than another, on top of the timeout
+
+
+def timeout():
+    """Return after how many seconds without progress a run ends, or 0 for never. Raises InputError."""
+    try:
+        seconds = float(text := os.environ.get("LADDER_TIMEOUT", "60"))
+    except ValueError:
+        raise InputError(f"LADDER_TIMEOUT={text!r} is no number of seconds: give one, or 0 to wait for ever") from None
+    return max(seconds, 2 * TICK) if seconds > 0 else 0
 
 
 @functools.cache
 def torchrun_store():
-    """Return the store that torchrun's environment describes. Raises InputError if it cannot be reached."""
+    """Return the keys of this attempt of this run in the store that torchrun's environment describes.
+
+    Raises InputError if the store cannot be reached, StoreLost if it goes, and what own_keys raises.
+    """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds it already, or has died
+    limit = 10 if agent else timeout() + IMPORTS if timeout() else 10**6
+    results = queue.Queue()
+
+    def connect():  # it waits for ever if another program listens there, which does not answer
+        try:
+            results.put(next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))[0])
+        except Exception as e:
+            results.put(first_line(e))
+
+    threading.Thread(target=connect, daemon=True).start()
     try:
-        result = next(dist.rendezvous("env://", timeout=timedelta(seconds=10 if agent else 300)))[0]
-    except (dist.DistError, ValueError, OSError) as e:
-        raise InputError(f"WORLD_SIZE is set, but there is no store to meet at: {first_line(e)}") from None
+        result = results.get(timeout=limit + 2)
+    except queue.Empty:
+        result = f"{where()} does not answer"
+    if isinstance(result, str):
+        raise InputError(f"WORLD_SIZE is set, but there is no store to meet at: {result}")
     result.set_timeout(timedelta(seconds=300))
-    return result
+    try:
+        return own_keys(result, *rank_and_size())
+    except dist.DistError:  # without torchrun it is rank 0's
+        raise StoreLost(f"the store at {where()} has gone before all ranks had come") from None
+
+
+def where():
+    return " ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+
+
+def own_keys(store, rank, tp_size):
+    """Return the part of a store that is this attempt's of this run, as soon as all of its ranks have come.
+
+    The store may hold what an earlier attempt has left (torchrun --max-restarts), or be that of another run, which was
+    given the same port. So rank 0 names the attempt, each other rank takes its place in it, once and for all, and
+    rank 0, which lives, answers. Raises InputError for another run's store, and Verdict if a rank does not start.
+    """
+    torchrun, token, limit = os.environ.get("TORCHELASTIC_RUN_ID"), secrets.token_hex(8), timeout()
+    name, late = f"attempt of {torchrun}", f"did not start within {limit + IMPORTS:g} s (LADDER_TIMEOUT + {IMPORTS})"
+    attempt, newest, start = f"{token} {tp_size}" * (rank == 0), "", time.monotonic()
+    if rank == 0:
+        store.set(name, attempt)
+    while not attempt or not store.check([f"{attempt} answer"]):
+        over = limit and time.monotonic() > start + limit + IMPORTS
+        if rank == 0:
+            missing = [f"rank {i}" for i in range(1, tp_size) if not store.check([f"{attempt} place {i}"])]
+            if over or not missing:
+                store.set(f"{attempt} answer", "late" if missing else "complete")
+            if missing and over:
+                raise Verdict(f"{' and '.join(missing)} of {tp_size} {late}")
+        elif store.check([name]) and (text := store.get(name).decode(errors="replace")) != newest:
+            newest, start = text, time.monotonic()
+            fits = newest.endswith(f" {tp_size}")
+            own = fits and store.compare_set(f"{newest} place {rank}", "", token) == token.encode()
+            if not own and not torchrun:
+                raise InputError(f"rank {rank} of {tp_size} found another run at {where()}: give each run its own port")
+            attempt = newest if own else ""  # torchrun's earlier attempt: rank 0 is about to name another one
+        elif over:
+            raise Verdict(f"rank 0 of {tp_size} {late}") if rank == 1 else SystemExit(1)
+        time.sleep(0.005)
+    if store.get(f"{attempt} answer") != b"complete":
+        raise SystemExit(1)  # rank 0 says why
+    return dist.PrefixStore(attempt, store)
 
 
 def gather(value, rank, tp_size):
@@ -79,4 +151,5 @@ def leave_first(code, rank, error):
             code, first, its_node = text.decode().split()
             speaks = int(first) == rank
             return int(code) if speaks or node is None or node != its_node else 0, speaks
-    return code, os.environ.get("LOCAL_RANK", "0") == "0"  # without a store, which goes with torchrun
+    alone = "TORCHELASTIC_RUN_ID" not in os.environ or type(error) is Verdict  # without a store nobody else says it
+    return code, alone or os.environ.get("LOCAL_RANK", "0") == "0"

@@ -5,21 +5,19 @@ import functools
 import json
 import os
 import signal
-import sys
 import threading
 import time
 
 import torch
 import torch.distributed as dist
 
-from ladder.errors import InputError, StoreLost, Verdict
+from ladder.errors import StoreLost, Verdict
 from ladder.progress import Progress, progress
 from ladder.ranks import ending, store
+from ladder.ranks.store import IMPORTS, TICK, timeout
 
-TICK = 1  # seconds
 GRACE = 3  # seconds that the main thread has to end by itself
 BUSY = 0.05  # share of a core above which a process computes, and does not hang; one that waits takes about 0.01
-IMPORTS = 60  # seconds that a rank may start later than another, on top of the timeout
 _watch = None  # this process's Watch, once its ranks meet
 
 
@@ -33,15 +31,6 @@ def start(rank, tp_size):
 def explain(error):
     """Return why this rank ends: `error`, which its main thread raised, or what the Watch, if any, has found."""
     return _watch.explain(error) if _watch else error
-
-
-def timeout():
-    """Return after how many seconds without progress a run ends, or 0 for never. Raises InputError."""
-    try:
-        seconds = float(text := os.environ.get("LADDER_TIMEOUT", "60"))
-    except ValueError:
-        raise InputError(f"LADDER_TIMEOUT={text!r} is no number of seconds: give one, or 0 to wait for ever") from None
-    return max(seconds, 2 * TICK) if seconds > 0 else 0
 
 
 @dataclasses.dataclass
@@ -189,7 +178,8 @@ def read_seen(text):
 
 def may_be_rank(process, torchrun):
     """Return whether a process that a rank has named is a child of this torchrun, or has ended already."""
-    return sys.platform == "linux" and process > 1 and read_process(process)[0] in (torchrun, None)
+    has_proc = read_process(os.getpid())[0] is not None  # Linux has, unless a container lacks it
+    return has_proc and process > 1 and read_process(process)[0] in (torchrun, None)
 
 
 def kill(process, torchrun):

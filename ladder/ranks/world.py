@@ -9,9 +9,20 @@ import torch
 from ladder.errors import InputError, first_line
 
 
+def _numbers(**defaults):
+    """Return the whole numbers in variables of the environment. Raises InputError."""
+    texts = {name: os.environ.get(name, str(default)) for name, default in defaults.items()}
+    if wrong := [f"{name}={text!r}" for name, text in texts.items() if not (text.isascii() and text.isdecimal())]:
+        raise InputError(f"{', '.join(wrong)} in the environment: a launcher gives whole numbers")
+    return [*map(int, texts.values())]
+
+
 def rank_and_size():
-    """Return this process's rank and the number of ranks, as torchrun's environment says."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    """Return this process's rank and the number of ranks, as torchrun's environment says. Raises InputError."""
+    rank, tp_size = _numbers(RANK=0, WORLD_SIZE=1)
+    if "WORLD_SIZE" in os.environ and rank >= tp_size:
+        raise InputError(f"RANK={rank} and WORLD_SIZE={tp_size} in the environment: ranks are from 0 to WORLD_SIZE - 1")
+    return rank, tp_size
 
 
 def say(text):
@@ -22,7 +33,7 @@ def say(text):
 
 def local_rank_and_size(rank, tp_size):
     """Return this process's rank on its node and the node's number of ranks, without torchrun as on one node."""
-    return int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
+    return _numbers(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=tp_size)
 
 
 class World:
