@@ -655,7 +655,7 @@ BAD = {  # (format, what is wrong, message)
     "bitsandbytes": ("AWQ", with_config(quantization_config={"quant_method": "bitsandbytes"}), r"m.dequantize\(\)"),
     "no object": ("AWQ", with_config(quantization_config=[4]), "quant_method None is not read"),
     "AWQ's other version": ("AWQ", with_config(quantization_config={**AWQ, "version": "gemv"}), "only version 'gemm'"),
-    "3 bits": ("GPTQ", with_config(quantization_config={**GPTQ, "bits": 3}), "of 3 bits in int32"),
+    "3 bits": ("GPTQ", with_config(quantization_config={**GPTQ, "bits": 3}), "of bits is 4, but .* says 3"),
     "marlin": ("GPTQ", with_config(quantization_config={**GPTQ, "checkpoint_format": "marlin"}), "'marlin' of GPTQ"),
     "no scales": ("AWQ", with_tensors(lambda s: s.pop(f"{Q}scales")), "q_proj has no scales"),
     "no FP8 scales": ("FP8, rows", with_tensors(lambda s: s.pop(f"{Q}weight_scale")), "but its scales are missing"),
@@ -675,7 +675,7 @@ BAD = {  # (format, what is wrong, message)
     "infinite scales": (
         "FP8, blocks", with_tensors(lambda s: s[f"{Q}weight_scale_inv"].fill_(math.inf)), "NaN or infinite"
     ),
-    "half of FP8's scales": ("FP8, blocks", halved("weight_scale_inv"), "scales do not fit a weight"),
+    "half of FP8's scales": ("FP8, blocks", halved("weight_scale_inv"), r"scales \(1, 3\) do not fit a weight"),
     "half of the zero points": ("AWQ", halved("qzeros"), "do not fit scales"),
     "one scale more": (
         "pack-quantized", with_tensors(lambda s: s.update({f"{Q}weight_global_scale": torch.ones(1)})),
