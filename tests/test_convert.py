@@ -348,12 +348,12 @@ TWO_PLACES = [  # what a config.json says of rope, and rope_theta with the kind 
         {"rope_parameters": THETA, "rope_theta": 2e5},
         "rope_theta is 200000.0, but 1000000.0 in rope_parameters",
     ),
-    ({"rope_parameters": LINEAR, "rope_scaling": LONG_YARN}, "rope_parameters and rope_scaling have another factor"),
+    ({"rope_parameters": LINEAR, "rope_scaling": LONG_YARN}, "rope_parameters and rope_scaling have another 'factor'"),
     (
         {"rope_parameters": THETA, "rope_scaling": {"rope_theta": 1.0e4}},
         "rope_parameters and rope_scaling have another",
     ),
-    ({"rope_scaling": {**LONG_YARN, "type": "linear"}}, "both rope_type and type, which differ: linear and yarn"),
+    ({"rope_scaling": {**LONG_YARN, "type": "linear"}}, "both rope_type and type, which differ: 'linear' and 'yarn'"),
     (
         {"rope_parameters": {"full_attention": THETA, "sliding_attention": {}}, "rope_scaling": LONG_YARN},
         "rope_parameters and rope_scaling differ",
@@ -659,16 +659,22 @@ def test_a_given_tokenizer_replaces_the_sources_and_must_fit(hf_folder, tmp_path
 
 
 def test_a_tokenizer_has_more_ends_and_fewer_tokens(hf_folder, tmp_path, capsys):
-    """Its own eos_token and <|im_end|> end a text after config.json's; a token without a row in the embedding goes."""
+    """Its own eos_token, and what its template writes after an answer unless generation_config.json lists several.
+
+    A token without a row in the embedding goes.
+    """
     from tokenizers import AddedToken, Tokenizer, models
 
     model = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
     model.add_tokens([AddedToken(text, special=True) for text in ("<|im_end|>", "<eos>", "<x>", "[PAD]")])
     model.save(str(hf_folder / "tokenizer.json"))
-    (hf_folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    (hf_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
     assert convert(hf_folder, tmp_path / "ours").config.eos_ids == (2, 129, 128)
     said = capsys.readouterr().out
     assert "left out: the tokens [PAD], for which" in said and "also ends at <eos>, <|im_end|>, which" in said
+    (hf_folder / "generation_config.json").write_text('{"eos_token_id": [129, 2]}')  # of gpt-oss it names no <|end|>
+    assert convert(hf_folder, tmp_path / "others").config.eos_ids == (2, 129)
 
 
 @pytest.mark.slow

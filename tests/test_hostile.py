@@ -114,7 +114,7 @@ def test_an_index_says_which_tensors_a_folder_has(tmp_path):
     assert sorted(weights.names()) == ["a", "b"] and weights.read("a").all() and weights.read("b").all()
     index["weight_map"]["c"] = "a.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused("a.safetensors has no tensor c, which the index names", checkpoint.Weights, tmp_path)
+    refused("a.safetensors has no tensor 'c', which the index names", checkpoint.Weights, tmp_path)
 
 
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path):

@@ -3,6 +3,8 @@
 from ladder.chat import template
 from ladder.errors import InputError, first_line
 
+ANSWER = "4.7.2"  # a text that no template contains
+
 
 def render(tokenizer, messages, answer=True, variables=None):
     """Return the text that the chat template makes of a conversation, followed by the start of an answer if `answer`.
@@ -19,3 +21,14 @@ def render(tokenizer, messages, answer=True, variables=None):
     if error is not None:
         raise InputError(f"the checkpoint's chat template refuses this conversation: {first_line(error)}")
     return text
+
+
+def turn_end(tokenizer):
+    """Return {text: id} of the special token that the chat template writes after an answer, {} if there is none."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        after = render(tokenizer, messages, answer=False).rpartition(ANSWER)[2].lstrip()
+    except InputError:
+        return {}
+    names = [name for name in tokenizer.special if after.startswith(name)]
+    return {name: tokenizer.special[name] for name in sorted(names, key=len)[-1:]}

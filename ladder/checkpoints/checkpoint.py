@@ -171,7 +171,7 @@ class Weights:
             if peft := [name for name in stored if re.search(r"^base_model\.model\.|\.(base_layer|lora_[AB])\.", name)]:
                 raise InputError(f"{path}: tensor {peft[0]} is of a PEFT adapter: {MERGE}")
             if absent := (names or {*stored}) - {*stored}:
-                raise InputError(f"{path} has no tensor {min(absent)}, which the index names")
+                raise InputError(f"{path} has no tensor {min(absent)!r}, which the index names")
             for name in (each for each in stored if names is None or each in names):
                 own = WRAPPERS.sub("", name).replace("_sum_norm.", "_post_norm.")  # as earlier versions called it
                 if self.files.get(own, (path, name))[1] != name:

@@ -13,9 +13,8 @@ import torch
 
 from ladder.checkpoints.checkpoint import MOST_LAYERS, refuse_pointer
 from ladder.checkpoints.families import FAMILIES, REQUIRED
-from ladder.checkpoints.gguf_tokenizer import write_tokenizer
+from ladder.checkpoints.gguf_tokenizer import ends, write_tokenizer
 from ladder.checkpoints.quantized_formats import Matrix, QuantizedWeights, affine, errors_of
-from ladder.checkpoints.tokenizer import END_TOKENS
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
 
@@ -276,7 +275,5 @@ def config(values, tensors):
         left -= {"rope.scaling.type", "rope.scaling.attn_factor", "rope.scaling.factor"}
     if left:
         raise InputError(f"{prefix}{min(left)} {given[min(left)]!r} is unknown here")
-    ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends += [i for i, token in enumerate(values.get("tokenizer.ggml.tokens", [])) if token in END_TOKENS]
-    hf["eos_token_id"] = [*dict.fromkeys(i for i in ends if i is not None)]
+    hf["eos_token_id"] = ends(values)
     return {**hf, "bos_token_id": values.get("tokenizer.ggml.bos_token_id"), "rope_scaling": rope or None}

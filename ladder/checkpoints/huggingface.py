@@ -114,15 +114,15 @@ def rope_of(values, default):
             kinds = ("rope_type", "type") if len(given) > 1 else ()  # "default" in one place is no scaling of its own
             settings = {name: value for name, value in settings.items() if name not in kinds or value != "default"}
             if differ := sorted(name for name in settings if rope.get(name, settings[name]) != settings[name]):
-                raise InputError(f"rope_parameters and rope_scaling have another {differ[0]}: keep the one that holds")
+                raise InputError(f"rope_parameters and rope_scaling have another {differ[0]!r}: keep the one that holds")
             rope = rope | settings
     kinds = sorted({rope[name] for name in ("rope_type", "type") if rope.get(name) not in (None, "su")})
     if len(kinds) > 1:
-        raise InputError(f"{key} has both rope_type and type, which differ: {' and '.join(kinds)}; keep one")
+        raise InputError(f"{key} has both rope_type and type, which differ: {' and '.join(map(repr, kinds))}; keep one")
     for name in SINGLE_ROPE_KEYS:
         if rope.get(name) and values.get(name) and rope[name] != values[name]:
             where = " and ".join(given)
-            raise InputError(f"{name} is {values[name]}, but {rope[name]} in {where}: keep the one that holds")
+            raise InputError(f"{name} is {values[name]!r}, but {rope[name]!r} in {where}: keep the one that holds")
     return key, rope if given else default or {}, near
 
 

@@ -166,8 +166,7 @@ def labels(settings, *keys):
 def check_label(what, value, allowed):
     """Raise InputError for a value that is none of those which the settings allow, if they say anything of it."""
     if allowed and value not in allowed:
-        words = ", ".join(sorted(map(str, allowed)))
-        raise InputError(f"{what} is {value}, but quantization_config says {words}")
+        raise InputError(f"{what} is {value!r}, but quantization_config says {', '.join(sorted(map(repr, allowed)))}")
 
 
 def numbers(scales):
@@ -365,7 +364,7 @@ def compressed(parts, settings):
     groups = (settings.get("config_groups") or {}).values()
     said = {settings.get("format"), *(group.get("format") for group in groups)} - {None, "mixed-precision"}
     if said and not said & {*COMPRESSED[part]}:
-        raise InputError(f"of the format {', '.join(sorted(said))} no {part} is read")
+        raise InputError(f"of the format {', '.join(sorted(map(repr, said)))} no {part} is read")
     return (packed if part == "weight_packed" else scaled)(parts, settings)
 
 
