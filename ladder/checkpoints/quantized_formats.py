@@ -199,6 +199,8 @@ def block_sizes(shape, scales, sizes, others=()):
 
     sizes: those that settings name, where -1 is all.
     """
+    if len(shape) != 2 or len(scales) != 2:
+        raise InputError(f"scales {scales} of a weight {shape} are not read")
     given = {tuple(n if size == -1 else min(n, size) for n, size in zip(shape, each, strict=True)) for each in sizes}
     if not sizes and shape[1] % scales[1] == 0:
         given.add((1, shape[1] // scales[1]))
@@ -318,7 +320,7 @@ def scaled(parts, settings, name="weight_scale"):
     blocks = [settings.get("weight_block_size"), *(group.get("block_structure") for group in weight_groups(settings))]
     blocks = {tuple(block) for block in blocks if block} | group_sizes(settings)
     scales_shape = tuple(kept.shape) if kept.dim() > 1 else (kept.numel(), 1)
-    sizes = block_sizes(shape, scales_shape, blocks, {shape, (1, shape[1])})
+    sizes = block_sizes(shape, scales_shape, blocks, {shape, (1, shape[-1])})
 
     def spread(values):  # (rows, columns) of blocks -> (N, K)
         row, column = (torch.arange(n) // size for n, size in zip(shape, sizes, strict=True))
