@@ -103,13 +103,13 @@ def test_every_flag_is_as_in_transformers(path, sentencepiece_model, tmp_path):
     assert count > 2 ** len(FLAGS) * len(TEXTS)
 
 
-def write_gguf(folder, model, kind, name="a model", architecture="llama", **more):
-    """The files that are made of a GGUF file whose tokens are those of `model`, then MARK and OTHER of types."""
+def write_gguf(folder, model, kind, name="a model", architecture="llama", mark=MARK, **more):
+    """The files that are made of a GGUF file whose tokens are those of `model`, then a mark and OTHER of types."""
     pieces = SentencePieceProcessor(model_file=str(model))
     kinds = [pieces.is_unknown, pieces.is_control, pieces.is_byte]
     types = [next((n for n, is_kind in zip((2, 3, 6), kinds, strict=True) if is_kind(i)), 1) for i in range(SIZE)]
     own = {
-        "model": "llama", "tokens": [*map(pieces.id_to_piece, range(SIZE)), MARK, OTHER],
+        "model": "llama", "tokens": [*map(pieces.id_to_piece, range(SIZE)), mark, OTHER],
         "token_type": [*types, kind, 3],
         "scores": [*map(pieces.get_score, range(SIZE)), -1000.0, -1000.0],
         "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, **more,
@@ -144,6 +144,14 @@ def test_types_of_gguf_are_flags(kind, special, architecture, name, space, sente
         if not re.search("^ |> ", text):
             assert ids == peer.encode(text, add_special_tokens=False), text
             assert ours.decode(ids) == peer.decode(ids, skip_special_tokens=True), text
+
+
+@pytest.mark.parametrize("kind", [gguf_tokenizer.NORMAL, gguf_tokenizer.USER])
+def test_an_end_in_a_gguf_file_is_special_whatever_its_type(kind, sentencepiece_model, tmp_path):
+    write_gguf(tmp_path, sentencepiece_model, kind, mark="<|im_end|>")
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode_markup("dog<|im_end|>")[-1] == SIZE and SIZE not in ours.encode("dog<|im_end|>")
+    assert ours.decode([*ours.encode("dog"), SIZE]) == "dog"
 
 
 def test_ends_of_gguf_are_llama_cpps():

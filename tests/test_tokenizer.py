@@ -233,10 +233,31 @@ def test_added_tokens_beyond_the_embedding_are_plain_text(json_folder, tmp_path)
         tokenizer.load_tokenizer(tmp_path, size)
 
 
-def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder):
-    """Others, such as Kimi's, split words in another way, and have other special tokens."""
-    with pytest.raises(InputError, match="tokenizer.model has 263 ranks, not Llama 3's 128000: of such files only"):
+def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder, tmp_path):
+    """Kimi's splits Han from other letters, and names its own special tokens. Of others neither is known."""
+    with pytest.raises(InputError, match="tokenizer.model has 263 ranks, not Llama 3's 128000, nor has it settings"):
         tokenizer.load_tokenizer(tiktoken_folder)
+    ranks = {bytes([i]): i for i in range(256)}
+    for text in "\u6587", "\u4e2d", "\u4e2d\u6587", "\u6587E", "\u4e2d\u6587En", "English", " don't":
+        data = text.encode()
+        for n in range(2, len(data) + 1):
+            ranks.setdefault(data[:n], len(ranks))
+    lines = [base64.b64encode(data) + f" {i}\n".encode() for data, i in ranks.items()]
+    (tmp_path / "tiktoken.model").write_bytes(b"".join(lines))
+    n = len(ranks)
+    added = {n: "[BOS]", n + 1: "[EOS]", n + 2: "<|im_end|>"}
+    settings = {"tokenizer_class": "TikTokenTokenizer", "bos_token": "[BOS]", "eos_token": "[EOS]"}
+    settings["added_tokens_decoder"] = {i: {"content": text, "special": True} for i, text in added.items()}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = tokenizer.load_tokenizer(tmp_path, n + 256)
+    assert ours.encode("\u4e2d\u6587English don't") == [
+        ranks[text.encode()] for text in ("\u4e2d\u6587", "English", " don't")
+    ]
+    assert ours.encode_markup("[BOS]English<|im_end|>") == [n, ranks[b"English"], n + 2]
+    assert ours.decode([n, ranks[b"English"], n + 2, n + 9]) == "English" and ours.ends == {"[EOS]": n + 1}
+    assert ours.special.keys() >= {*added.values(), f"<|reserved_token_{n + 3}|>"} and "<|eot_id|>" not in ours.special
+    with pytest.raises(InputError, match=f"has {n} ranks"):  # the file alone
+        tokenizer.load_tokenizer(tmp_path / "tiktoken.model")
 
 
 def test_the_end_is_the_eos_token_and_what_the_template_writes_after_an_answer(json_folder, tiny, tmp_path):

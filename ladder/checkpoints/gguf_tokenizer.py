@@ -52,6 +52,8 @@ def write_tokenizer(values, folder):
     if not tokens:
         return
     types = own.get("token_type", [NORMAL] * len(tokens))
+    pairs = zip(tokens, types, strict=True)
+    types = [CONTROL if text in END_TOKENS and kind in (NORMAL, USER) else kind for text, kind in pairs]  # as llama.cpp
     ids = {name: own[key] for name, key in NAMED.items() if own.get(key, -1) in range(len(tokens))}
     settings = {f"{name}_token": tokens[i] for name, i in ids.items()}
     settings["add_bos_token"] = own.get("add_bos_token", model == "llama" or pre in WHOLE)

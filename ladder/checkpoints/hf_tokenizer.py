@@ -101,7 +101,7 @@ def read_settings(tokenizer, folder, vocab_size):
     bos, splits = tokenizer.special.get(named.get("bos_token")), isinstance(tokenizer, SplittingTokenizer)
     if settings.get("add_bos_token") is False or splits and bos is None:
         tokenizer.prefix = []
-    elif bos is not None and (splits or settings.get("add_bos_token") and not tokenizer.prefix):
+    elif bos is not None and bool(tokenizer.prefix) == splits and (splits or settings.get("add_bos_token")):
         tokenizer.prefix = [bos]
     tokenizer.spaced = settings.get("add_prefix_space") is not False
     tokenizer.legacy = settings.get("legacy") is not False

@@ -11,7 +11,7 @@ from ladder.errors import InputError, first_line
 
 TEMPLATE_FILES = "chat_template.jinja", "chat_template.json"
 SETTINGS_FILES = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", *TEMPLATE_FILES
-VOCABULARY_FILES = "tokenizer.json", "tokenizer.model", "vocab.json"  # the first one in a folder is read
+VOCABULARY_FILES = "tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json"  # the first one in a folder is read
 FLAGS = "special", "lstrip", "rstrip", "single_word", "normalized"  # of an added token
 
 
@@ -197,7 +197,10 @@ def load_tokenizer(source, vocab_size=None):
 
             kind = functools.partial(JsonTokenizer, vocab_size=vocab_size)
         elif re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line):
-            from ladder.checkpoints.tiktoken_ranks import TiktokenTokenizer as kind
+            from ladder.checkpoints.tiktoken_ranks import TiktokenTokenizer
+
+            settings = folder / SETTINGS_FILES[0] if folder.is_dir() else None
+            kind = functools.partial(TiktokenTokenizer, settings=settings)
         tokenizer = kind(path)
         if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
             raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
