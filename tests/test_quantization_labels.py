@@ -163,6 +163,18 @@ def naive_scaled(t, c):
     return [[(values[n][k] - points[n // a][k // b]) * scale(s, n // a, k // b) for k in range(K)] for n in range(N)]
 
 
+def naive_mxfp4(t, c):
+    table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert t["blocks"].dtype == torch.uint8 and t["scales"].dtype in (torch.uint8, torch.float8_e8m0fnu)
+    assert t["blocks"].shape == (N, K // 32, 16) and t["scales"].shape == (N, K // 32)
+
+    def value(n, k):
+        number = bits_at(t["blocks"][n, k // 32, k % 32 // 2], 4, k % 2)
+        return (-1.0 if number > 7 else 1.0) * table[number % 8] * scale(t["scales"], n, k // 32)
+
+    return [[value(n, k) for k in range(K)] for n in range(N)]
+
+
 # ---- The matrices, and what may be changed ----------------------------------------------------------------
 
 
@@ -249,6 +261,11 @@ def int8_rows(symmetric=True):
     return t, compressed("int-quantized", type="int", symmetric=symmetric)
 
 
+def mxfp4():
+    t = {"blocks": torch.randint(256, (N, K // 32, 16)).to(torch.uint8)}
+    return t | {"scales": torch.randint(115, 125, (N, K // 32)).to(torch.uint8)}, {"quant_method": "mxfp4"}
+
+
 MATRICES = {  # name: (what makes the tensors and settings, the naive dequantizer)
     "GPTQ 1": (a_gptq, naive_gptq),
     "GPTQ 2": (lambda: a_gptq(checkpoint_format="gptq_v2"), naive_gptq),
@@ -269,6 +286,7 @@ MATRICES = {  # name: (what makes the tensors and settings, the naive dequantize
     "FP8 in blocks": (blocks_of_fp8, naive_scaled),
     "MXFP8": (mxfp8, naive_scaled),
     "FP8 in blocks here and in rows there": (two_schemes, naive_scaled),
+    "MXFP4": (mxfp4, naive_mxfp4),
     "int8": (int8_rows, naive_scaled),
     "asymmetric int8": (lambda: int8_rows(False), naive_scaled),
 }  # fmt: skip

@@ -75,7 +75,8 @@ def read_settings(tokenizer, folder, vocab_size):
         named |= {key: token for key, token in own if key.endswith("_token") and _text(token)}
     special = {_text(token): token for token in (*named.values(), *itertools.chain(*others)) if _text(token)}
     added = settings.get("added_tokens_decoder") or {
-        i: {"content": text, "special": text in special} for text, i in read("added_tokens.json").items()
+        i: {"content": text, "special": text in special, "normalized": text not in special}
+        for text, i in read("added_tokens.json").items()
     }
     for key in sorted(added, key=int):
         i, token = int(key), added[key]

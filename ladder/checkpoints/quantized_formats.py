@@ -282,7 +282,7 @@ def check_points(parts, settings):
 
 def packed(parts, settings):
     """compressed-tensors' pack-quantized: what is stored is 2^(bits - 1) more than the signed integers."""
-    N, K = parts["weight_shape"]().tolist()
+    N, K = map(int, parts["weight_shape"]().tolist())
     bits, symmetric = 32 * parts["weight_packed"]().shape[-1] // K, check_points(parts, settings)
     check_label("what it stores", "int", labels(settings, "type"))
     if len(parts["weight_packed"]()) != N:
@@ -313,7 +313,7 @@ def scaled(parts, settings, name="weight_scale"):
     if w.dtype not in SCALED:
         raise InputError(f"weights in {kind} with scales are not read")
     check_label("what it stores", "int" if w.dtype == torch.int8 else "float", labels(settings, "type"))
-    check_label("the format of its weights", kind[7:11], {fmt[:4] for fmt in labels(settings, "fmt")})
+    check_label("the format of its weights", kind[:11], {f"float8_{fmt[:4]}" for fmt in labels(settings, "fmt")})
     if kept.dtype == torch.uint8:
         check_label("the format of its scales", "ue8m0", labels(settings, "scale_fmt"))
         check_label("the type of its scales", "torch.uint8", labels(settings, "scale_dtype"))
