@@ -212,14 +212,17 @@ def block_sizes(shape, scales, sizes, others=()):
     return fitting[0]
 
 
-def with_points(kind, parts, scales, q, points, K, bits, settings, symmetric=False, index=None):
-    """Return the Matrix scales (q - points); scales() and points() are (N, G).
+def with_points(kind, parts, stored, q, points, K, bits, settings, symmetric=False, index=None):
+    """Return the Matrix scales (q - points); stored(), the scales as the file has them, and points() are (N, G).
 
     symmetric: whether the settings say that all points are in the middle. index: the part that names columns' groups.
     """
-    N, G = scales().shape
+    N, G = stored().shape
     check_label("the number of bits", bits, labels(settings, "bits", "w_bit", "num_bits"))
     _, size = block_sizes((N, K), (N, G), group_sizes(settings))
+
+    def scales():
+        return numbers(stored())
 
     def zeros():
         s, z = scales(), points()
@@ -246,9 +249,9 @@ def awq(parts, settings):
     def rows(name):  # (..., N / 8) -> (N, ...)
         return words(parts[name]()).unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2).mT
 
-    scales, symmetric = lambda: numbers(parts["scales"]().mT), labels(settings, "zero_point") == {False}
+    stored, symmetric = lambda: parts["scales"]().mT, labels(settings, "zero_point") == {False}
     K = len(parts["qweight"]())
-    return with_points("AWQ", parts, scales, lambda: rows("qweight"), lambda: rows("qzeros"), K, 4, settings, symmetric)
+    return with_points("AWQ", parts, stored, lambda: rows("qweight"), lambda: rows("qzeros"), K, 4, settings, symmetric)
 
 
 def gptq(parts, settings):
@@ -268,8 +271,8 @@ def gptq(parts, settings):
 
     if labels(settings, "desc_act") == {True} and "g_idx" not in parts:
         raise InputError("has no g_idx, but desc_act says that its columns are in another order")
-    scales, K = lambda: numbers(parts["scales"]().mT), len(parts["qweight"]()) * 32 // (bits or 1)
-    return with_points("GPTQ", parts, scales, q, points, K, bits, settings, symmetric, "g_idx")
+    stored, K = lambda: parts["scales"]().mT, len(parts["qweight"]()) * 32 // (bits or 1)
+    return with_points("GPTQ", parts, stored, q, points, K, bits, settings, symmetric, "g_idx")
 
 
 def check_points(parts, settings):
@@ -290,20 +293,20 @@ def packed(parts, settings):
     if labels(settings, "actorder") == {"group"} and "weight_g_idx" not in parts:
         raise InputError("has no weight_g_idx, but actorder says that its columns are in another order")
 
-    def scales():
-        s = numbers(parts["weight_scale"]())
+    def stored():
+        s = parts["weight_scale"]()
         return s.reshape(len(s) if s.dim() else 1, -1).expand(N, -1)
 
     def points():
         if "weight_zero_point" not in parts:
-            return torch.full_like(scales(), 2.0 ** (bits - 1))
+            return torch.full(stored().shape, 2.0 ** (bits - 1))
         z = parts["weight_zero_point"]()
         return z + 2.0 ** (bits - 1) if z.dtype == torch.int8 else words(z.mT, bits)[:, :N].mT
 
     def q():
         return words(parts["weight_packed"](), bits)[:, :K]
 
-    return with_points("pack-quantized", parts, scales, q, points, K, bits, settings, symmetric, "weight_g_idx")
+    return with_points("pack-quantized", parts, stored, q, points, K, bits, settings, symmetric, "weight_g_idx")
 
 
 def scaled(parts, settings, name="weight_scale"):
