@@ -103,6 +103,31 @@ def test_every_flag_is_as_in_transformers(path, sentencepiece_model, tmp_path):
     assert count > 2 ** len(FLAGS) * len(TEXTS)
 
 
+EXTRA, END = {"additional_special_tokens": [MARK]}, {"eos_token": MARK}
+PLACES = [  # flags of MARK in tokenizer.json, in added_tokens_decoder, and what else names it
+    (None, {"special": False}, EXTRA), ({"special": False}, {"special": False}, EXTRA),
+    ({"special": False}, None, EXTRA), ({"special": False}, {}, {}),
+    ({"special": False, "rstrip": True}, None, END), ({}, {"special": False}, {}),
+    ({}, {"lstrip": True}, {}), (None, {"special": False, "normalized": True}, END), ({"rstrip": True}, {}, {}),
+    (None, {"rstrip": True, "special": False}, {"tool_token": MARK}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("own, other, named", PLACES)
+def test_flags_in_several_places_are_joined_as_in_transformers(own, other, named, tmp_path):
+    model = byte_level()
+    model.add_tokens([AddedToken(**token(MARK, **own))] if own is not None else [])
+    model.save(str(tmp_path / "tokenizer.json"))
+    added = {} if other is None else {"added_tokens_decoder": {"256": token(MARK, **other)}}
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode_markup(text) == ids and ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.encode_plain(text) == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
 def write_gguf(folder, model, kind, name="a model", architecture="llama", mark=MARK, **more):
     """The files that are made of a GGUF file whose tokens are those of `model`, then a mark and OTHER of types."""
     pieces = SentencePieceProcessor(model_file=str(model))

@@ -27,6 +27,7 @@ class JsonTokenizer(Tokenizer):
         self.model.no_padding()
         self.special = {token.content: i for i, token in added.items()}
         self.hidden = {i for i, token in added.items() if token.special}
+        self.flags = {token.content: {flag: getattr(token, flag) for flag in FLAGS} for token in added.values()}
         encoded = self.model.encode("a", add_special_tokens=True)  # with the tokens that its post-processor adds
         leading = itertools.takewhile(lambda pair: pair[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         self.prefix = [i for i, _ in leading]
@@ -49,13 +50,14 @@ class JsonTokenizer(Tokenizer):
         """Add a token, {"content": text} with its FLAGS, or change the flags of one."""
         import tokenizers
 
-        text, special = token["content"], token.get("special", True)
-        flags = {"normalized": False} | {flag: token[flag] for flag in FLAGS if flag in token} | {"special": special}
+        text = token["content"]
+        old = self.flags.get(text, {"special": True, "normalized": False})
+        self.flags[text] = flags = old | {flag: token[flag] for flag in FLAGS if flag in token}
         self.model.add_tokens([tokenizers.AddedToken(text, **flags)])
         self.special[text] = self.model.token_to_id(text)
         if self.special[text] != i:
             raise InputError(f"{text!r} is {i}, but after tokenizer.json's tokens it is {self.special[text]}")
-        if special:
+        if flags["special"]:
             self.hidden.add(i)
 
 
@@ -73,7 +75,9 @@ def read_settings(tokenizer, folder, vocab_size):
     for each in (settings, *others):  # others: lists, or names of a model's own
         own = each.items() if isinstance(each, dict) else ()
         named |= {key: token for key, token in own if key.endswith("_token") and _text(token)}
-    special = {_text(token): token for token in (*named.values(), *itertools.chain(*others)) if _text(token)}
+    listed = [token for each in others if isinstance(each, list) for token in each]
+    special = {_text(token): token for token in (*listed, *named.values()) if _text(token)}
+    named = {key: _text(token) for key, token in named.items()}
     added = settings.get("added_tokens_decoder") or {
         i: {"content": text, "special": text in special, "normalized": text not in special}
         for text, i in read("added_tokens.json").items()
@@ -84,21 +88,21 @@ def read_settings(tokenizer, folder, vocab_size):
         if not isinstance(text, str) or not text:
             raise InputError(f"{folder}: a special token is {reprlib.repr(text)}, not a text")
         if vocab_size is None or i < vocab_size:  # the embedding may have no row for it
-            tokenizer.add(token | ({"special": True} if text in special else {}), i)
+            tokenizer.add(token | ({"special": True} if text in named.values() else {}), i)
         elif text not in tokenizer.left_out:
             tokenizer.left_out += (text,)
-    for text, token in special.items():  # it may be an ordinary token that only the settings call special
-        if text not in tokenizer.special and (i := tokenizer.token_id(text)) is not None:
-            tokenizer.add({**(token if isinstance(token, dict) else {}), "content": text, "special": True}, i)
-        elif text in tokenizer.special:
-            tokenizer.hidden.add(tokenizer.special[text])
+    for text, token in special.items():
+        if text not in tokenizer.special and (i := tokenizer.token_id(text)) is not None:  # one of the vocabulary
+            tokenizer.add((token if isinstance(token, dict) else {}) | {"content": text, "special": True}, i)
+        elif text in named.values() and text in tokenizer.special:
+            tokenizer.add({"content": text, "special": True}, tokenizer.special[text])
     # chat_template.json belongs to a processor of pictures and texts; transformers' tokenizers prefer the other places
     tokenizer.template = settings.get("chat_template") or read(TEMPLATE_FILES[1]).get("chat_template")
     if isinstance(tokenizer.template, list):  # several templates, each with a name
         tokenizer.template = {each["name"]: each["template"] for each in tokenizer.template}.get("default")
     if (folder / TEMPLATE_FILES[0]).exists():
         tokenizer.template = read_text(folder / TEMPLATE_FILES[0])
-    tokenizer.template_variables = named = {name: _text(token) for name, token in named.items()}
+    tokenizer.template_variables = named
     bos, splits = tokenizer.special.get(named.get("bos_token")), isinstance(tokenizer, SplittingTokenizer)
     if settings.get("add_bos_token") is False or splits and bos is None:
         tokenizer.prefix = []

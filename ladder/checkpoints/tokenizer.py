@@ -86,7 +86,8 @@ class SplittingTokenizer(Tokenizer):
         if old not in (None, text):  # a token that was reserved for others
             del self.special[old], self.flags[old]
         i = self.special.setdefault(text, i)
-        self.names[i], self.flags[text] = text, {flag: token.get(flag, flag == "special") for flag in FLAGS}
+        old = self.flags.get(text, {flag: flag == "special" for flag in FLAGS})
+        self.names[i], self.flags[text] = text, {flag: token.get(flag, old[flag]) for flag in FLAGS}
         (self.hidden.add if self.flags[text]["special"] else self.hidden.discard)(i)
         self.__dict__.pop("splitter", None)
 
