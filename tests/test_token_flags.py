@@ -179,6 +179,14 @@ def test_an_end_in_a_gguf_file_is_special_whatever_its_type(kind, sentencepiece_
     assert ours.decode([*ours.encode("dog"), SIZE]) == "dog"
 
 
+def test_an_ordinary_token_that_a_gguf_file_names_for_padding_is_printed(sentencepiece_model, tmp_path):
+    dog = load_tokenizer(sentencepiece_model).encode("dog")[-1]
+    write_gguf(tmp_path, sentencepiece_model, gguf_tokenizer.CONTROL, padding_token_id=dog, seperator_token_id=SIZE)
+    ours = load_tokenizer(tmp_path)
+    assert ours.decode(ours.encode("dog")) == "dog"
+    assert ours.template_variables == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": MARK}
+
+
 def test_ends_of_gguf_are_llama_cpps():
     def ends(*tokens, **named):
         names = {f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()}

@@ -55,7 +55,8 @@ def write_tokenizer(values, folder):
     pairs = zip(tokens, types, strict=True)
     types = [CONTROL if text in END_TOKENS and kind in (NORMAL, USER) else kind for text, kind in pairs]  # as llama.cpp
     ids = {name: own[key] for name, key in NAMED.items() if own.get(key, -1) in range(len(tokens))}
-    settings = {f"{name}_token": tokens[i] for name, i in ids.items()}
+    # some files name an ordinary token for padding
+    settings = {f"{name}_token": tokens[i] for name, i in ids.items() if name in ("bos", "eos") or types[i] in ADDED}
     settings["add_bos_token"] = own.get("add_bos_token", model == "llama" or pre in WHOLE)
     if model == "llama":
         # not in the file, but so in Phi-3's settings, and in llama.cpp, which goes by the name
