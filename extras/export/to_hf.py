@@ -198,14 +198,14 @@ def write_tokenizer_json(folder, sentencepiece):
 def convert_tokenizer(folder, tokenizer):
     """Make transformers read a SentencePiece model without settings files in the same way as this project."""
     has_settings = (folder / "tokenizer_config.json").exists()
-    if not isinstance(tokenizer, SentencePieceTokenizer) or len(tokenizer.special) != 3 or has_settings:
+    if not isinstance(tokenizer, SentencePieceTokenizer) or has_settings:
         return
     model, sample = tokenizer.model, "ﬁ①é  x"
     plain = model.unk_id() == 0 and model.normalize(sample) == f"▁{sample}".replace(" ", "▁")
-    if plain and model.is_byte(3):
+    if plain and model.is_byte(3) and len(tokenizer.special) == 3:
         write_tokenizer_json(folder, model)
     else:
-        print("the tokenizer normalizes texts in a way of its own: transformers needs tokenizer files of its origin")
+        print("the tokenizer has special tokens or norms of its own: transformers needs tokenizer files of its origin")
 
 
 def main(argv=None):
