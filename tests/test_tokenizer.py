@@ -273,11 +273,13 @@ def test_the_end_is_the_eos_token_and_what_the_template_writes_after_an_answer(j
     assert ours.encode_markup("a</s>")[-1] == 1 and ours.decode([1]) == ""
     assert tokenizer.load_tokenizer(tiny).ends == {"</s>": 2}
     turn = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
+    asks = "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
     for template, end in [
         (turn + " <|im_end|>\n{% endfor %}<s>", {"<|im_end|>": 288}),
         (turn + "<|im_end|>2{% endfor %}", {"<|im_end|>2": 290}),
         (turn + "{% endfor %}", {}), (turn + " bye<|im_end|>{% endfor %}", {}), ("{{ raise_exception('no') }}", {}),
-        (TEMPLATE, {"</s>": 1}), (None, {}),
+        (TEMPLATE, {"</s>": 1}), (None, {}), (turn + asks, {"<|im_end|>": 288}),
+        (turn.replace(" {{", "<message>{{") + asks, {}),  # as gpt-oss's: an answer writes a header of its own
     ]:  # fmt: skip
         ours.template = template
         assert rendering.turn_end(ours) == end, template

@@ -24,11 +24,19 @@ def render(tokenizer, messages, answer=True, variables=None):
 
 
 def turn_end(tokenizer):
-    """Return {text: id} of the special token that the chat template writes after an answer, {} if there is none."""
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}]
+    """Return {text: id} of the special token that the chat template writes after an answer, {} if there is none.
+
+    The answer must begin where the template's prompt ends: gpt-oss's prompt does not end so, since a turn may have
+    several messages there, each with a header.
+    """
+    question = {"role": "user", "content": "Hi"}
     try:
-        after = render(tokenizer, messages, answer=False).rpartition(ANSWER)[2].lstrip()
+        asked, prompt = (render(tokenizer, [question], answer) for answer in (False, True))
+        whole = render(tokenizer, [question, {"role": "assistant", "content": ANSWER}], answer=False)
     except InputError:
         return {}
-    names = [name for name in tokenizer.special if after.startswith(name)]
+    before, _, after = whole.rpartition(ANSWER)
+    if prompt != asked and before.rstrip() != prompt.rstrip():
+        return {}
+    names = [name for name in tokenizer.special if after.lstrip().startswith(name)]
     return {name: tokenizer.special[name] for name in sorted(names, key=len)[-1:]}
