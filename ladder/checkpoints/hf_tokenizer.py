@@ -14,7 +14,7 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer.json, or a vocab.json with merges.txt. Added tokens beyond vocab_size, if given, are left out."""
 
     def __init__(self, path, vocab_size=None):
-        import tokenizers  # late: a SentencePiece model with settings does not need it
+        import tokenizers  # late: it is not needed to read other kinds
 
         text = byte_pairs(path) if path.name == "vocab.json" else read_text(path)
         self.model = tokenizers.Tokenizer.from_str(text)
@@ -51,9 +51,11 @@ class JsonTokenizer(Tokenizer):
         import tokenizers
 
         text = token["content"]
-        old = self.flags.get(text, {"special": True, "normalized": False})
-        self.flags[text] = flags = old | {flag: token[flag] for flag in FLAGS if flag in token}
-        self.model.add_tokens([tokenizers.AddedToken(text, **flags)])
+        old = self.flags.get(text, {})
+        flags = {"special": True, "normalized": False, **old} | {flag: token[flag] for flag in FLAGS if flag in token}
+        if flags != old:  # adding takes a time that grows with the number of tokens
+            self.model.add_tokens([tokenizers.AddedToken(text, **flags)])
+            self.flags[text] = flags
         self.special[text] = self.model.token_to_id(text)
         if self.special[text] != i:
             raise InputError(f"{text!r} is {i}, but after tokenizer.json's tokens it is {self.special[text]}")
