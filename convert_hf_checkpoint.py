@@ -239,9 +239,14 @@ def main(argv=None):
     tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refuses a bad one before the work
     if tokenizer and tokenizer.left_out:
         print(f"left out: the tokens {', '.join(tokenizer.left_out)}, for which the embedding has no rows")
-    if tokenizer and (more := {name: i for name, i in tokenizer.ends.items() if i not in config.eos_ids}):
-        print(f"a text also ends at {', '.join(more)}, which the tokenizer has and config.json does not name")
-        config = dataclasses.replace(config, eos_ids=(*config.eos_ids, *more.values()))
+    if tokenizer:
+        from ladder.chat.rendering import turn_end  # late: it imports jinja2
+
+        # several ids were chosen for this model's turns, of which one may have more messages than one
+        named = tokenizer.ends | (turn_end(tokenizer) if len(config.eos_ids) < 2 else {})
+        if more := {name: i for name, i in named.items() if i not in config.eos_ids}:
+            print(f"a text also ends at {', '.join(more)}, which the tokenizer has and config.json does not name")
+            config = dataclasses.replace(config, eos_ids=(*config.eos_ids, *more.values()))
     with outputs.new_folder(args.out) as out:
         if args.tokenizer:
             name = "tokenizer.json" if args.tokenizer.endswith(".json") else "tokenizer.model"

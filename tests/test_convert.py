@@ -336,6 +336,47 @@ def test_yarn_and_linear_factors_extend_the_context(tmp_path, hf_folder, capsys)
         assert (line in capsys.readouterr().out) == said
 
 
+LONG_YARN, THETA = {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "default", "rope_theta": 1e6}
+TWO_PLACES = [  # what a config.json says of rope, and rope_theta with the kind of scaling, or what the refusal says
+    ({"rope_parameters": THETA, "rope_scaling": LONG_YARN}, (1e6, "beta_fast")),
+    ({"rope_parameters": THETA, "rope_scaling": {"type": "linear", "factor": 2.0}}, (1e6, "factor")),
+    ({"rope_parameters": THETA | LONG_YARN, "rope_scaling": {"rope_type": "default"}}, (1e6, "beta_fast")),
+    ({"rope_parameters": THETA, "rope_theta": 1e6}, (1e6, None)),
+    ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 2e5}, (2e5, None)),
+    ({"rope_scaling": LONG_YARN, "rope_theta": 2e5}, (2e5, "beta_fast")),
+    (
+        {"rope_parameters": THETA, "rope_theta": 2e5},
+        "rope_theta is 200000.0, but 1000000.0 in rope_parameters",
+    ),
+    ({"rope_parameters": LINEAR, "rope_scaling": LONG_YARN}, "rope_parameters and rope_scaling have another 'factor'"),
+    (
+        {"rope_parameters": THETA, "rope_scaling": {"rope_theta": 1.0e4}},
+        "rope_parameters and rope_scaling have another",
+    ),
+    ({"rope_scaling": {**LONG_YARN, "type": "linear"}}, "both rope_type and type, which differ: 'linear' and 'yarn'"),
+    (
+        {"rope_parameters": {"full_attention": THETA, "sliding_attention": {}}, "rope_scaling": LONG_YARN},
+        "rope_parameters and rope_scaling differ",
+    ),
+    ({"model_type": "mistral3", "text_config": {**SMALL}, "rope_scaling": LONG_YARN}, "stands beside text_config"),
+    ({"model_type": "mistral3", "text_config": {**SMALL}, "rope_theta": 1e6}, "rope_theta stands beside text_config"),
+]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_rope_may_be_said_in_two_places_that_agree(model_type, tmp_path):
+    for values, right in TWO_PLACES:
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": model_type, **SMALL, "rope_parameters": None, **values})
+        )
+        if isinstance(right, str):
+            with pytest.raises(InputError, match=rf"^[^\n]*config.json: [^\n]*{right}[^\n]*$"):
+                huggingface.config_from_hf(tmp_path / "config.json")
+            continue
+        config = huggingface.config_from_hf(tmp_path / "config.json")
+        assert config.rope_theta == right[0] and (not right[1] or right[1] in config.rope_scaling), values
+
+
 WINDOWS = [  # a config of three layers and a context of 64, and the layers with a window of 40
     ({"model_type": "mistral"}, (0, 1, 2)),
     ({"model_type": "mistral", "sliding_window": 64}, ()),
@@ -480,7 +521,10 @@ BAD_CONFIGS = [
     ({"rope_parameters": {**YARN, "truncate": 1}}, "rope_parameters.truncate is 1 but must be true or false"),
     ({"dual_chunk_attention_config": {"chunk_size": 9}}, "without it the model computes full attention"),
     ({"model_type": "mistral3"}, "model_type is mistral3, but text_config is null"),
-    ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, "model_type 'mamba' is not supported"),
+    (
+        {"model_type": "mistral3", "rope_parameters": None, "text_config": {"model_type": "mamba"}},
+        "'mamba' is not supported",
+    ),
     ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention True is not"),
     ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm True is not supported"),
@@ -615,16 +659,22 @@ def test_a_given_tokenizer_replaces_the_sources_and_must_fit(hf_folder, tmp_path
 
 
 def test_a_tokenizer_has_more_ends_and_fewer_tokens(hf_folder, tmp_path, capsys):
-    """Its own eos_token and <|im_end|> end a text after config.json's; a token without a row in the embedding goes."""
+    """Its own eos_token, and what its template writes after an answer unless generation_config.json lists several.
+
+    A token without a row in the embedding goes.
+    """
     from tokenizers import AddedToken, Tokenizer, models
 
     model = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
     model.add_tokens([AddedToken(text, special=True) for text in ("<|im_end|>", "<eos>", "<x>", "[PAD]")])
     model.save(str(hf_folder / "tokenizer.json"))
-    (hf_folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    (hf_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
     assert convert(hf_folder, tmp_path / "ours").config.eos_ids == (2, 129, 128)
     said = capsys.readouterr().out
     assert "left out: the tokens [PAD], for which" in said and "also ends at <eos>, <|im_end|>, which" in said
+    (hf_folder / "generation_config.json").write_text('{"eos_token_id": [129, 2]}')  # of gpt-oss it names no <|end|>
+    assert convert(hf_folder, tmp_path / "others").config.eos_ids == (2, 129)
 
 
 @pytest.mark.slow

@@ -103,6 +103,20 @@ def test_wrong_paths(tmp_path, monkeypatch):
 # Weights
 
 
+def test_an_index_says_which_tensors_a_folder_has(tmp_path):
+    """Not a copy that another file replaces, nor a tensor without an entry."""
+    for right, other in ("a", "b"), ("b", "a"):
+        tensors = {right: torch.ones(2), other: torch.zeros(2), f"only in {right}": torch.zeros(2)}
+        save_file(tensors, tmp_path / f"{right}.safetensors")
+    index = {"weight_map": {"b": "b.safetensors", "a": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights = checkpoint.Weights(tmp_path)
+    assert sorted(weights.names()) == ["a", "b"] and weights.read("a").all() and weights.read("b").all()
+    index["weight_map"]["c"] = "a.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused("a.safetensors has no tensor 'c', which the index names", checkpoint.Weights, tmp_path)
+
+
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     (inner := tmp_path / "inner").mkdir()

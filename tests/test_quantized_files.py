@@ -24,7 +24,7 @@ from test_fuzz import changed_bytes, changed_json
 from test_hostile import refused
 
 import convert_hf_checkpoint
-from ladder.checkpoints import checkpoint, gguf_file
+from ladder.checkpoints import checkpoint, gguf_file, huggingface
 from ladder.checkpoints.tiktoken_ranks import LLAMA3_PATTERN
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.errors import InputError
@@ -655,7 +655,7 @@ BAD = {  # (format, what is wrong, message)
     "bitsandbytes": ("AWQ", with_config(quantization_config={"quant_method": "bitsandbytes"}), r"m.dequantize\(\)"),
     "no object": ("AWQ", with_config(quantization_config=[4]), "quant_method None is not read"),
     "AWQ's other version": ("AWQ", with_config(quantization_config={**AWQ, "version": "gemv"}), "only version 'gemm'"),
-    "3 bits": ("GPTQ", with_config(quantization_config={**GPTQ, "bits": 3}), "of 3 bits in int32"),
+    "3 bits": ("GPTQ", with_config(quantization_config={**GPTQ, "bits": 3}), "of bits is 4, but .* says 3"),
     "marlin": ("GPTQ", with_config(quantization_config={**GPTQ, "checkpoint_format": "marlin"}), "'marlin' of GPTQ"),
     "no scales": ("AWQ", with_tensors(lambda s: s.pop(f"{Q}scales")), "q_proj has no scales"),
     "no FP8 scales": ("FP8, rows", with_tensors(lambda s: s.pop(f"{Q}weight_scale")), "but its scales are missing"),
@@ -675,7 +675,7 @@ BAD = {  # (format, what is wrong, message)
     "infinite scales": (
         "FP8, blocks", with_tensors(lambda s: s[f"{Q}weight_scale_inv"].fill_(math.inf)), "NaN or infinite"
     ),
-    "half of FP8's scales": ("FP8, blocks", halved("weight_scale_inv"), "scales do not fit a weight"),
+    "half of FP8's scales": ("FP8, blocks", halved("weight_scale_inv"), r"scales \(1, 3\) do not fit a weight"),
     "half of the zero points": ("AWQ", halved("qzeros"), "do not fit scales"),
     "one scale more": (
         "pack-quantized", with_tensors(lambda s: s.update({f"{Q}weight_global_scale": torch.ones(1)})),
@@ -724,13 +724,38 @@ def test_a_quantized_head_is_tied_if_all_of_it_is_the_embedding_table(tmp_path, 
 
 @pytest.mark.parametrize("key, value, message", [
     ("attention.causal", False, "llama.attention.causal is false"), ("block_count", 2**32 - 1, "must be 1 to 1000"),
+    ("attention.value_length", 8, "llama.attention.value_length is not 4"),
+    ("context_length", 0, "it has no llama.context_length"), ("expert_count", 4, "it has no llama.expert_used_count"),
 ])  # fmt: skip
 def test_values_of_gguf_that_are_not_computed(key, value, message):
-    shape = {"embedding_length": 8, "attention.head_count": 2, "block_count": 1, "attention.sliding_window_pattern": 2}
-    values = {f"llama.{name}": number for name, number in (shape | {key: value}).items()}
-    table = types.SimpleNamespace(shape=(8, 8))
     with pytest.raises(InputError, match=message):
-        gguf_file.config({"general.architecture": "llama", **values}, {"token_embd.weight": table})
+        gguf_config("llama", **{key: value, "attention.sliding_window_pattern": 2})
+
+
+def gguf_config(architecture, **more):
+    """Return the config.json of a file that has only what llama.cpp needs, and more."""
+    least = {**dict.fromkeys(gguf_file.NEEDED, 8), "attention.head_count": 2, "block_count": 2, **more}
+    values = {f"{architecture}.{name}": value for name, value in least.items()}
+    table = types.SimpleNamespace(shape=(8, 8))
+    return gguf_file.config({"general.architecture": architecture, **values}, {"token_embd.weight": table})
+
+
+@pytest.mark.parametrize("architecture", [*gguf_file.FAMILY, "mixtral"])
+def test_absent_values_of_gguf_have_the_defaults_of_llama_cpp(architecture, tmp_path):
+    """Not those that transformers has for a family, such as Gemma 3's rope_theta and Granite's attention_multiplier."""
+    more = {"expert_count": 4, "expert_used_count": 2} if architecture in ("mixtral", "qwen3moe") else {}
+    more |= {"expert_feed_forward_length": 8} if architecture == "qwen3moe" else {}
+    more |= {"logit_scale": 1.0, "rope.scaling.factor": 4.0} if architecture == "granite" else {}
+    values = gguf_config("llama" if architecture == "mixtral" else architecture, **more)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = huggingface.config_from_hf(tmp_path / "config.json")
+    assert (config.rope_theta, config.n_kv_heads, config.head_dim, config.max_seq_len) == (
+        1e4, 2, 4, 32 if architecture == "granite" else 8,
+    )  # fmt: skip
+    assert (config.rope_scaling or {}) == ({"factor": 4.0} if architecture == "granite" else {})
+    assert config.sliding_window is None and (config.query_scale or 1.0) == 1.0
+    if architecture == "granite":
+        assert values["attention_multiplier"] == 0.5
 
 
 def test_bad_gguf_files_are_one_line_and_leave_nothing(tmp_path, monkeypatch):

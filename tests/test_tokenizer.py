@@ -8,7 +8,8 @@ import shutil
 import pytest
 from helpers import shared_data
 
-from ladder.checkpoints import tokenizer
+from ladder.chat import rendering
+from ladder.checkpoints import tiktoken_ranks, tokenizer
 from ladder.errors import InputError
 
 TEXTS = ["Once upon a time", " two  spaces, and\nlines\n", "naïve 🙂 日本", "1234 <s> </s>", "x"]
@@ -65,7 +66,8 @@ def fallback_folder(tmp_path_factory):
 
 
 @pytest.fixture(params=["tiny", "tiktoken_folder", "json_folder", "fallback_folder"])
-def any_tokenizer(request):
+def any_tokenizer(request, monkeypatch):
+    monkeypatch.setattr(tiktoken_ranks, "LLAMA3_RANKS", 263)  # as many as tiktoken_folder has
     return tokenizer.load_tokenizer(request.getfixturevalue(request.param))
 
 
@@ -231,18 +233,56 @@ def test_added_tokens_beyond_the_embedding_are_plain_text(json_folder, tmp_path)
         tokenizer.load_tokenizer(tmp_path, size)
 
 
-def test_ends_are_the_own_one_and_those_of_other_engines(json_folder, tiny, tmp_path):
+def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder, tmp_path):
+    """Kimi's splits Han from other letters, and names its own special tokens. Of others neither is known."""
+    with pytest.raises(InputError, match="tokenizer.model has 263 ranks, not Llama 3's 128000, nor has it settings"):
+        tokenizer.load_tokenizer(tiktoken_folder)
+    ranks = {bytes([i]): i for i in range(256)}
+    for text in "\u6587", "\u4e2d", "\u4e2d\u6587", "\u6587E", "\u4e2d\u6587En", "English", " don't":
+        data = text.encode()
+        for n in range(2, len(data) + 1):
+            ranks.setdefault(data[:n], len(ranks))
+    lines = [base64.b64encode(data) + f" {i}\n".encode() for data, i in ranks.items()]
+    (tmp_path / "tiktoken.model").write_bytes(b"".join(lines))
+    n = len(ranks)
+    added = {n: "[BOS]", n + 1: "[EOS]", n + 2: "<|im_end|>"}
+    settings = {"tokenizer_class": "TikTokenTokenizer", "bos_token": "[BOS]", "eos_token": "[EOS]"}
+    settings["added_tokens_decoder"] = {i: {"content": text, "special": True} for i, text in added.items()}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = tokenizer.load_tokenizer(tmp_path, n + 256)
+    assert ours.encode("\u4e2d\u6587English don't") == [
+        ranks[text.encode()] for text in ("\u4e2d\u6587", "English", " don't")
+    ]
+    assert ours.encode_markup("[BOS]English<|im_end|>") == [n, ranks[b"English"], n + 2]
+    assert ours.decode([n, ranks[b"English"], n + 2, n + 9]) == "English" and ours.ends == {"[EOS]": n + 1}
+    assert ours.special.keys() >= {*added.values(), f"<|reserved_token_{n + 3}|>"} and "<|eot_id|>" not in ours.special
+    with pytest.raises(InputError, match=f"has {n} ranks"):  # the file alone
+        tokenizer.load_tokenizer(tmp_path / "tiktoken.model")
+
+
+def test_the_end_is_the_eos_token_and_what_the_template_writes_after_an_answer(json_folder, tiny, tmp_path):
     """An end that is in the vocabulary like any text, and only named by the settings, is a special token too."""
     values = json.loads((json_folder / "tokenizer.json").read_text())
     values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] != "</s>"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8-sig")  # with a BOM
-    added = {"288": {"content": "<|im_end|>"}, "289": {"content": "<|im_start|>"}}
+    added = {"288": {"content": "<|im_end|>"}, "289": {"content": "<|im_start|>"}, "290": {"content": "<|im_end|>2"}}
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "added_tokens_decoder": added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ours = tokenizer.load_tokenizer(tmp_path)
-    assert ours.ends == {"</s>": 1, "<|im_end|>": 288}
+    assert ours.ends == {"</s>": 1}
     assert ours.encode_markup("a</s>")[-1] == 1 and ours.decode([1]) == ""
     assert tokenizer.load_tokenizer(tiny).ends == {"</s>": 2}
+    turn = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
+    asks = "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    for template, end in [
+        (turn + " <|im_end|>\n{% endfor %}<s>", {"<|im_end|>": 288}),
+        (turn + "<|im_end|>2{% endfor %}", {"<|im_end|>2": 290}),
+        (turn + "{% endfor %}", {}), (turn + " bye<|im_end|>{% endfor %}", {}), ("{{ raise_exception('no') }}", {}),
+        (TEMPLATE, {"</s>": 1}), (None, {}), (turn + asks, {"<|im_end|>": 288}),
+        (turn.replace(" {{", "<message>{{") + asks, {}),  # as gpt-oss's: an answer writes a header of its own
+    ]:  # fmt: skip
+        ours.template = template
+        assert rendering.turn_end(ours) == end, template
 
 
 NASTY = ["Don't  I'LL", " x\n\n y\t\r\n", "e\u0301\ufb01 naïve", "# # 12345", "日本🙂\u200d", " a</s>b<s>"]

@@ -21,7 +21,7 @@ from extras.training import adapt, data, sharding
 from extras.training.data import TOKEN, Windows
 from ladder.chat import template
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.tokenizer import Tokenizer, load_tokenizer
+from ladder.checkpoints.tokenizer import SplittingTokenizer, load_tokenizer
 from ladder.errors import InputError
 from ladder.lanes.lanes import load_lanes
 from ladder.ranks import ending, launch
@@ -30,13 +30,16 @@ from model import rewired
 # Documents, tokens, windows
 
 
-class Letters(Tokenizer):
+class Letters(SplittingTokenizer):
     """A token a character; BOS is 1."""
 
-    prefix, special, vocab_size = [1], {"<s>": 1}, 256
+    prefix, vocab_size = [1], 256
     template = "<s>{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 
-    def encode_plain(self, text, first=True):
+    def __init__(self):
+        super().__init__({"<s>": 1})
+
+    def encode_text(self, text, first):
         return [ord(c) for c in text]
 
 

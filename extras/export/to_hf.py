@@ -188,7 +188,7 @@ def write_tokenizer_json(folder, sentencepiece):
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     model.decoder = decoders.Sequence(steps)
     bos, eos = sentencepiece.bos_id(), sentencepiece.eos_id()
-    model.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in (bos, eos)])
+    model.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in (0, bos, eos)])
     model.post_processor = processors.TemplateProcessing(f"{pieces[bos]} $A", None, [(pieces[bos], bos)])
     model.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": pieces[bos], "eos_token": pieces[eos]}
@@ -198,14 +198,14 @@ def write_tokenizer_json(folder, sentencepiece):
 def convert_tokenizer(folder, tokenizer):
     """Make transformers read a SentencePiece model without settings files in the same way as this project."""
     has_settings = (folder / "tokenizer_config.json").exists()
-    if not isinstance(tokenizer, SentencePieceTokenizer) or len(tokenizer.special) != 2 or has_settings:
+    if not isinstance(tokenizer, SentencePieceTokenizer) or has_settings:
         return
     model, sample = tokenizer.model, "ﬁ①é  x"
     plain = model.unk_id() == 0 and model.normalize(sample) == f"▁{sample}".replace(" ", "▁")
-    if plain and model.is_byte(3):
+    if plain and model.is_byte(3) and len(tokenizer.special) == 3:
         write_tokenizer_json(folder, model)
     else:
-        print("the tokenizer normalizes texts in a way of its own: transformers needs tokenizer files of its origin")
+        print("the tokenizer has special tokens or norms of its own: transformers needs tokenizer files of its origin")
 
 
 def main(argv=None):

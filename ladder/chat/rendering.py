@@ -3,6 +3,8 @@
 from ladder.chat import template
 from ladder.errors import InputError, first_line
 
+ANSWER = "4.7.2"  # a text that no template contains
+
 
 def render(tokenizer, messages, answer=True, variables=None):
     """Return the text that the chat template makes of a conversation, followed by the start of an answer if `answer`.
@@ -22,3 +24,22 @@ def render(tokenizer, messages, answer=True, variables=None):
     if error is not None:
         raise InputError(f"the checkpoint's chat template refuses this conversation: {first_line(error)}")
     return text
+
+
+def turn_end(tokenizer):
+    """Return {text: id} of the special token that the chat template writes after an answer, {} if there is none.
+
+    The answer must begin where the template's prompt ends: gpt-oss's prompt does not end so, since a turn may have
+    several messages there, each with a header.
+    """
+    question = {"role": "user", "content": "Hi"}
+    try:
+        asked, prompt = (render(tokenizer, [question], answer) for answer in (False, True))
+        whole = render(tokenizer, [question, {"role": "assistant", "content": ANSWER}], answer=False)
+    except InputError:
+        return {}
+    before, _, after = whole.rpartition(ANSWER)
+    if prompt != asked and before.rstrip() != prompt.rstrip():
+        return {}
+    names = [name for name in tokenizer.special if after.lstrip().startswith(name)]
+    return {name: tokenizer.special[name] for name in sorted(names, key=len)[-1:]}

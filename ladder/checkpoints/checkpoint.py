@@ -142,15 +142,18 @@ def read_config(folder):
 
 
 def shards(index):
-    """Return the paths of the files that an index names. Raises InputError unless they are plain files beside it."""
-    weight_map = read_json(index).get("weight_map")
+    """Return {path of a file: names of its tensors} of an index. Raises InputError unless they are plain files beside it.
+
+    Other tensors in these files, such as one that another file replaces, are not the model's.
+    """
+    weight_map, result = read_json(index).get("weight_map"), {}
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map of tensor names to file names")
-    names = sorted(set(map(str, weight_map.values())))
-    for name in names:
-        if not re.fullmatch(r"[\w-][\w.-]*", name, re.ASCII):
-            raise InputError(f"{index} names {name!r}, which is no plain name of a file beside it")
-    return [index.parent / name for name in names]
+    for tensor, name in sorted(weight_map.items(), key=lambda item: str(item[1])):
+        if not re.fullmatch(r"[\w-][\w.-]*", str(name), re.ASCII):
+            raise InputError(f"{index} names {str(name)!r}, which is no plain name of a file beside it")
+        result.setdefault(index.parent / str(name), set()).add(tensor)
+    return result
 
 
 def read_header(path):
@@ -183,11 +186,13 @@ class Weights:
             raise InputError(f"{folder} has no {single.name}, no {index.name}{explain(folder)}")
         self.files = {}  # {a tensor's name, without what wrappers add: (its file, its name there)}
         self.headers = {}  # {a file: what read_header returns}
-        for path in [single] if single.is_file() else shards(index):
+        for path, names in ({single: None} if single.is_file() else shards(index)).items():
             stored, _ = self.headers[path] = read_header(path)
             if peft := [name for name in stored if re.search(r"^base_model\.model\.|\.(base_layer|lora_[AB])\.", name)]:
                 raise InputError(f"{path}: tensor {peft[0]} is of a PEFT adapter: {MERGE}")
-            for name in stored:
+            if absent := (names or {*stored}) - {*stored}:
+                raise InputError(f"{path} has no tensor {min(absent)!r}, which the index names")
+            for name in (each for each in stored if names is None or each in names):
                 own = WRAPPERS.sub("", name).replace("_sum_norm.", "_post_norm.")  # as earlier versions called it
                 if self.files.get(own, (path, name))[1] != name:
                     raise InputError(f"{path}: tensor {name} is a second {own}: drop one")

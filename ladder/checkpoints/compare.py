@@ -51,6 +51,6 @@ def check_vocabulary(config, folder, other, other_folder, called, any_padding=Fa
         return
     special = {*ours.special.values(), *theirs.special.values()}
     for i in range(0, min(config.vocab_size, other.vocab_size), 1 + config.vocab_size // 1000):
-        text, other_text = (token_text(t, i).replace("<unk>", " \u2047 ") for t in (ours, theirs))  # both mean unknown
+        text, other_text = (token_text(t, i) for t in (ours, theirs))
         if i not in special and text != other_text:
             raise InputError(f"{error}: token {i} is {other_text!r}, and the model's {text!r}")

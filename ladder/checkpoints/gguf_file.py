@@ -13,9 +13,8 @@ import torch
 
 from ladder.checkpoints.checkpoint import MOST_LAYERS, refuse_pointer
 from ladder.checkpoints.families import FAMILIES, REQUIRED
-from ladder.checkpoints.gguf_tokenizer import write_tokenizer
+from ladder.checkpoints.gguf_tokenizer import ends, write_tokenizer
 from ladder.checkpoints.quantized_formats import Matrix, QuantizedWeights, affine, errors_of
-from ladder.checkpoints.tokenizer import END_TOKENS
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
 
@@ -62,6 +61,11 @@ SUM_NORMS = {  # other names in Gemma and OLMo
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 FUSED = {"ffn_up": "mlp.gate_up_proj"}  # where there is no ffn_gate
+NEEDED = (  # that llama.cpp has no default of
+    "embedding_length", "block_count", "feed_forward_length", "context_length", "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)  # fmt: skip
+QUERY_SCALED = ("gemma2", 46), ("gemma3", 62)  # architectures and layers of Gemma's 27B, whose queries differ
 FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 FREQUENCIES = "rope_freqs.weight"  # Llama 3's
 
@@ -227,6 +231,11 @@ def config(values, tensors):
     given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and value}
     if not values.get(f"{prefix}attention.causal", True):
         raise InputError(f"{prefix}attention.causal is false: a model that reads what follows is not computed")
+    needed = *NEEDED, *("expert_used_count",) * ("expert_count" in given), *("logit_scale",) * (family == "granite")
+    if missing := [name for name in needed if name not in given]:
+        raise InputError(f"it has no {prefix}{missing[0]}")
+    scaling = {"rope.scaling.type": "linear"} if "rope.scaling.factor" in given else {}
+    given = {"attention.head_count_kv": given["attention.head_count"], "rope.freq_base": 10000.0, **scaling, **given}
     family = "mixtral" if family == "llama" and "expert_count" in given else family
     family = "olmo3" if family == "olmo2" and "attention.sliding_window" in given else family
     known, left, rope = {*FAMILIES[family].keys, *REQUIRED}, given.keys() - OTHERS, {}
@@ -238,10 +247,17 @@ def config(values, tensors):
     if not 0 < n_layers <= MOST_LAYERS:
         raise InputError(f"{prefix}block_count is {n_layers} but must be 1 to {MOST_LAYERS}")
     head_dim = hf.setdefault("head_dim", width)
+    if given.get("attention.value_length", head_dim) != head_dim:
+        raise InputError(f"{prefix}attention.value_length is not {head_dim}, the size of a head, which is not computed")
+    absent = {  # llama.cpp's defaults, where those of transformers are others
+        "sliding_window": 4096 if architecture == "gemma2" else None, "attention_multiplier": head_dim**-0.5,
+        "original_max_position_embeddings": hf["max_position_embeddings"],
+    }  # fmt: skip
+    hf |= {key: value for key, value in absent.items() if key in known and key not in hf}
     more = {
         "attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         "norm_topk_prob": values.get(f"{prefix}expert_weights_norm", True),
-        "query_pre_attn_scalar": width if n_layers in (46, 62) else head_dim,  # not in the file; of Gemma's 27B another
+        "query_pre_attn_scalar": width if (architecture, n_layers) in QUERY_SCALED else head_dim,  # not in the file
     }  # fmt: skip
     hf |= {key: value for key, value in more.items() if key in known}
     if pattern := given.get("attention.sliding_window_pattern"):  # every such layer has no window, or a list
@@ -259,7 +275,5 @@ def config(values, tensors):
         left -= {"rope.scaling.type", "rope.scaling.attn_factor", "rope.scaling.factor"}
     if left:
         raise InputError(f"{prefix}{min(left)} {given[min(left)]!r} is unknown here")
-    ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends += [i for i, token in enumerate(values.get("tokenizer.ggml.tokens", [])) if token in END_TOKENS]
-    hf["eos_token_id"] = [*dict.fromkeys(i for i in ends if i is not None)]
+    hf["eos_token_id"] = ends(values)
     return {**hf, "bos_token_id": values.get("tokenizer.ggml.bos_token_id"), "rope_scaling": rope or None}

@@ -22,7 +22,27 @@ SPLITS = {  # tokenizer.ggml.pre: a pattern; or digits one by one, or not, then 
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"), **dict.fromkeys(("gpt-2", "olmo"), ""),
 }  # fmt: skip
 WHOLE = "llama-bpe", "llama3", "llama-v3", "pixtral", "tekken"  # pre-tokenizers that begin a text with BOS
-NORMAL, CONTROL, USER, BYTE = 1, 3, 4, 6  # types of tokens
+NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6  # types of tokens
+ADDED = UNKNOWN, CONTROL, USER  # types that a text is split at; USER tokens in prompts, too, and they are printed
+END_TOKENS = (  # at which llama.cpp ends a text, whatever else a file says
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>", "<|endoftext|>",
+    "<|end_of_text|>", "<|return|>", "<|call|>",
+)  # fmt: skip
+NAMED = {  # {a name in a chat template and in settings: GGUF's, which misspells one of them}
+    "bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id",
+    "sep": "seperator_token_id", "cls": "cls_token_id", "mask": "mask_token_id",
+}  # fmt: skip
+PHI3_KEEPS = "<unk>", "<s>", "<|endoftext|>"  # tokens of Phi-3 after which spaces are kept
+
+
+def ends(values):
+    """Return the ids that end a text, as llama.cpp has them."""
+    names = dict.fromkeys(END_TOKENS)
+    tokens = [(i, token) for i, token in enumerate(values.get("tokenizer.ggml.tokens", [])) if token in names]
+    if {"<|return|>", "<|call|>"} <= {token for _, token in tokens}:  # of these an <|end|> is that of a message
+        del names["<|end|>"]
+    named = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return [*dict.fromkeys(i for i in (*named, *(i for i, token in tokens if token in names)) if i is not None)]
 
 
 def write_tokenizer(values, folder):
@@ -32,13 +52,19 @@ def write_tokenizer(values, folder):
     if not tokens:
         return
     types = own.get("token_type", [NORMAL] * len(tokens))
-    keys = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"}
-    ids = {name: own[key] for name, key in keys.items() if own.get(key, -1) in range(len(tokens))}
-    settings = {f"{name}_token": tokens[i] for name, i in ids.items()}
+    pairs = zip(tokens, types, strict=True)
+    types = [CONTROL if text in END_TOKENS and kind in (NORMAL, USER) else kind for text, kind in pairs]  # as llama.cpp
+    ids = {name: own[key] for name, key in NAMED.items() if own.get(key, -1) in range(len(tokens))}
+    # some files name an ordinary token for padding
+    settings = {f"{name}_token": tokens[i] for name, i in ids.items() if name in ("bos", "eos") or types[i] in ADDED}
     settings["add_bos_token"] = own.get("add_bos_token", model == "llama" or pre in WHOLE)
     if model == "llama":
-        special = {i: {"content": tokens[i], "special": True} for i, kind in enumerate(types) if kind == CONTROL}
-        settings["added_tokens_decoder"] = special
+        # not in the file, but so in Phi-3's settings, and in llama.cpp, which goes by the name
+        name = f"{values.get('general.architecture')} {values.get('general.name')}".lower().replace("-", "")
+        settings["added_tokens_decoder"] = {
+            i: added(text, kind, rstrip="phi3" in name and text not in PHI3_KEEPS)
+            for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind in ADDED
+        }  # fmt: skip
         (folder / "tokenizer.model").write_bytes(sentencepiece(tokens, types, own, ids))
     elif model == "gpt2" and pre in SPLITS:
         (folder / "tokenizer.json").write_text(json.dumps(byte_level(tokens, types, own)))
@@ -49,6 +75,11 @@ def write_tokenizer(values, folder):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
+def added(text, kind, rstrip=False):
+    flags = dict.fromkeys(("single_word", "lstrip", "normalized"), False)
+    return {"content": text, "special": kind != USER, "rstrip": rstrip, **flags}
+
+
 def byte_level(tokens, types, own):
     """Return the tokenizer.json of a byte-level BPE."""
     pre, split = own["pre"], SPLITS[own["pre"]]
@@ -56,13 +87,12 @@ def byte_level(tokens, types, own):
     pieces = {"digits": [{"type": "Digits", "individual_digits": True}], "": []}.get(split, pieces)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     pieces = [*pieces, {**level, "use_regex": split in ("digits", "")}]
-    added = [
-        {"id": i, "content": token, "special": kind == CONTROL, "normalized": False}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-        for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (CONTROL, USER)
+    split_at = [
+        {"id": i, **added(token, kind)}
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in ADDED
     ]  # fmt: skip
     return {
-        "version": "1.0", "added_tokens": added, "normalizer": {"type": "NFC"} if split == WORDS % "" else None,
+        "version": "1.0", "added_tokens": split_at, "normalizer": {"type": "NFC"} if split == WORDS % "" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces}, "decoder": {**level, "use_regex": True},
         "model": {
             "type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": own["merges"],
@@ -86,10 +116,9 @@ def sentencepiece(tokens, types, own, ids):
             n >>= 7
         return bytes((*out, n))
 
-    texts = [token.replace(" ", "\u2581") if kind == USER else token for token, kind in zip(tokens, types, strict=True)]
     pieces = b"".join(
-        field(1, field(1, text.encode()) + field(2, float(score)) + field(3, kind))
-        for text, score, kind in zip(texts, own["scores"], types, strict=True)
+        field(1, field(1, text.encode()) + field(2, float(score)) + field(3, CONTROL if kind == USER else kind))
+        for text, score, kind in zip(tokens, own["scores"], types, strict=True)
     )
     trainer = field(3, 2) + field(35, BYTE in types)  # BPE, unknown characters as bytes
     trainer += b"".join(field(n, ids.get(name, -1)) for n, name in ((40, "unk"), (41, "bos"), (42, "eos"), (43, "pad")))

@@ -1,12 +1,12 @@
 """Hugging Face's tokenizer files: tokenizer.json, and the settings files beside it or beside another tokenizer."""
 
+import itertools
 import json
 import reprlib
-from itertools import takewhile
 
 from ladder.checkpoints.byte_pairs import byte_pairs
 from ladder.checkpoints.checkpoint import read_json, read_text
-from ladder.checkpoints.tokenizer import TEMPLATE_FILES, Tokenizer, library_errors
+from ladder.checkpoints.tokenizer import FLAGS, TEMPLATE_FILES, SplittingTokenizer, Tokenizer, library_errors
 from ladder.errors import InputError
 
 
@@ -14,7 +14,7 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer.json, or a vocab.json with merges.txt. Added tokens beyond vocab_size, if given, are left out."""
 
     def __init__(self, path, vocab_size=None):
-        import tokenizers  # late: a SentencePiece model with settings does not need it
+        import tokenizers  # late: it is not needed to read other kinds
 
         text = byte_pairs(path) if path.name == "vocab.json" else read_text(path)
         self.model = tokenizers.Tokenizer.from_str(text)
@@ -27,8 +27,9 @@ class JsonTokenizer(Tokenizer):
         self.model.no_padding()
         self.special = {token.content: i for i, token in added.items()}
         self.hidden = {i for i, token in added.items() if token.special}
+        self.flags = {token.content: {flag: getattr(token, flag) for flag in FLAGS} for token in added.values()}
         encoded = self.model.encode("a", add_special_tokens=True)  # with the tokens that its post-processor adds
-        leading = takewhile(lambda pair: pair[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
+        leading = itertools.takewhile(lambda pair: pair[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         self.prefix = [i for i, _ in leading]
         self.vocab_size = max([*self.model.get_vocab(with_added_tokens=True).values(), *self.prefix]) + 1
 
@@ -36,9 +37,6 @@ class JsonTokenizer(Tokenizer):
     def encode_plain(self, text, first=True, markup=False):
         self.model.encode_special_tokens = not markup  # if set, the names of special tokens are plain text
         return self.model.encode(text, add_special_tokens=False).ids
-
-    def encode_markup(self, text):
-        return self.encode_plain(text, markup=True)
 
     @library_errors("the tokenizer cannot decode these tokens")
     def decode(self, ids):
@@ -48,15 +46,20 @@ class JsonTokenizer(Tokenizer):
     def token_id(self, text):
         return self.model.token_to_id(text)
 
-    def add(self, text, i, hidden):
+    def add(self, token, i):
+        """Add a token, {"content": text} with its FLAGS, or change the flags of one."""
         import tokenizers
 
-        if text not in self.special:
-            self.model.add_tokens([tokenizers.AddedToken(text, normalized=False, special=hidden)])
-            self.special[text] = self.model.token_to_id(text)
-            if self.special[text] != i:
-                raise InputError(f"{text!r} is {i}, but after tokenizer.json's tokens it is {self.special[text]}")
-        if hidden:
+        text = token["content"]
+        old = self.flags.get(text, {})
+        flags = {"special": True, "normalized": False, **old} | {flag: token[flag] for flag in FLAGS if flag in token}
+        if flags != old:  # adding takes a time that grows with the number of tokens
+            self.model.add_tokens([tokenizers.AddedToken(text, **flags)])
+            self.flags[text] = flags
+        self.special[text] = self.model.token_to_id(text)
+        if self.special[text] != i:
+            raise InputError(f"{text!r} is {i}, but after tokenizer.json's tokens it is {self.special[text]}")
+        if flags["special"]:
             self.hidden.add(i)
 
 
@@ -69,34 +72,45 @@ def read_settings(tokenizer, folder, vocab_size):
     settings = read("tokenizer_config.json")
     if settings.get("added_tokens_decoder") is None:  # older folders have two more files instead of this key
         settings |= read("special_tokens_map.json")
-    named = [value for key, value in settings.items() if "_token" in key]
-    special = {_text(token) for each in named for token in (each if isinstance(each, list) else [each])}
+    others = [settings.get(key) or [] for key in ("extra_special_tokens", "additional_special_tokens")]
+    named = {key: text for key, text in tokenizer.template_variables.items() if key not in settings}
+    for each in (settings, *others):  # others: lists, or names of a model's own
+        own = each.items() if isinstance(each, dict) else ()
+        named |= {key: token for key, token in own if key.endswith("_token") and _text(token)}
+    listed = [token for each in others if isinstance(each, list) for token in each]
+    special = {_text(token): token for token in (*listed, *named.values()) if _text(token)}
+    named = {key: _text(token) for key, token in named.items()}
     added = settings.get("added_tokens_decoder") or {
-        i: {"content": text, "special": text in special} for text, i in read("added_tokens.json").items()
+        i: {"content": text, "special": text in special, "normalized": text not in special}
+        for text, i in read("added_tokens.json").items()
     }
     for key in sorted(added, key=int):
-        i, text, hidden = int(key), added[key]["content"], added[key].get("special", True)
+        i, token = int(key), added[key]
+        text = token["content"]
         if not isinstance(text, str) or not text:
             raise InputError(f"{folder}: a special token is {reprlib.repr(text)}, not a text")
         if vocab_size is None or i < vocab_size:  # the embedding may have no row for it
-            tokenizer.add(text, i, hidden)
+            tokenizer.add(token | ({"special": True} if text in named.values() else {}), i)
         elif text not in tokenizer.left_out:
             tokenizer.left_out += (text,)
-    for text in special:  # it may be an ordinary token of the vocabulary that only the settings call special
-        if isinstance(text, str) and (i := tokenizer.token_id(text)) is not None:
-            tokenizer.add(text, i, hidden=True)
+    for text, token in special.items():
+        if text not in tokenizer.special and (i := tokenizer.token_id(text)) is not None:  # one of the vocabulary
+            tokenizer.add((token if isinstance(token, dict) else {}) | {"content": text, "special": True}, i)
+        elif text in named.values() and text in tokenizer.special:
+            tokenizer.add({"content": text, "special": True}, tokenizer.special[text])
     # chat_template.json belongs to a processor of pictures and texts; transformers' tokenizers prefer the other places
     tokenizer.template = settings.get("chat_template") or read(TEMPLATE_FILES[1]).get("chat_template")
     if isinstance(tokenizer.template, list):  # several templates, each with a name
         tokenizer.template = {each["name"]: each["template"] for each in tokenizer.template}.get("default")
     if (folder / TEMPLATE_FILES[0]).exists():
         tokenizer.template = read_text(folder / TEMPLATE_FILES[0])
-    names, own = ("bos_token", "eos_token", "pad_token", "unk_token"), tokenizer.template_variables
-    tokenizer.template_variables = {name: _text(settings.get(name, own.get(name))) or "" for name in names}
-    if settings.get("add_bos_token") is False:
+    tokenizer.template_variables = named
+    bos, splits = tokenizer.special.get(named.get("bos_token")), isinstance(tokenizer, SplittingTokenizer)
+    if settings.get("add_bos_token") is False or splits and bos is None:
         tokenizer.prefix = []
-    elif settings.get("add_bos_token") and _text(settings.get("bos_token")) in tokenizer.special:
-        tokenizer.prefix = tokenizer.prefix or [tokenizer.special[_text(settings["bos_token"])]]
+    elif bos is not None and bool(tokenizer.prefix) == splits and (splits or settings.get("add_bos_token")):
+        tokenizer.prefix = [bos]
+    tokenizer.spaced = settings.get("add_prefix_space") is not False
     tokenizer.legacy = settings.get("legacy") is not False
 
 
@@ -110,5 +124,6 @@ def _without(text, names):
 
 
 def _text(token):
-    """Return the text of a special token, which is written as a string or as {"content": string}."""
-    return token.get("content") if isinstance(token, dict) else token
+    """Return the text of a special token, which is written as a string or as {"content": string}, or None."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

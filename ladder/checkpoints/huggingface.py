@@ -35,6 +35,8 @@ SCALED_CONTEXT = (
     "instella_moe",
     "gpt_oss",
 )  # families whose max_position_embeddings counts the extended context
+ROPE_PLACES = "rope_parameters", "rope_scaling"  # which transformers 5 writes, and what model cards tell to add
+SINGLE_ROPE_KEYS = "rope_theta", "partial_rotary_factor"  # that may also stand outside these places
 INTERVALS = {  # {an interval of layers: the list that makes it superfluous}
     "sliding_window_pattern": "layer_types", "full_attention_interval": "layer_types",
     "no_rope_layer_interval": "no_rope_layers",
@@ -87,8 +89,41 @@ def text_values(values):
         return values
     if not isinstance(text, dict):
         raise InputError(f"model_type is {outer}, but text_config is {text!r}, no config of a language model")
+    for key in (*ROPE_PLACES, *SINGLE_ROPE_KEYS):
+        if values.get(key) is not None and values[key] != text.get(key):
+            raise InputError(f"{key} stands beside text_config, where it is not read: move it into text_config")
     shared = {"bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config"} & values.keys()
     return {"model_type": NESTED[outer], **text, **{key: values[key] for key in shared}}
+
+
+def rope_of(values, default):
+    """Return (key, rope, near): a config.json's rope settings, their key, and those of layers with a window if others.
+
+    If two places have settings, these are joined. Raises InputError if they contradict one another.
+    """
+    given = {key: values[key] for key in ROPE_PLACES if values.get(key)}
+    key, rope, near = [ROPE_PLACES[0], *given][-1], {}, {}
+    for place, settings in given.items():
+        check_values(settings, ROPE_TYPES, f"{place}.")
+    if any(settings.keys() & {*ROPE_TYPES} for settings in given.values()):
+        if len(given) > 1 and given["rope_parameters"] != given["rope_scaling"]:
+            raise InputError("rope_parameters and rope_scaling differ: keep the one that holds, for each kind of layer")
+        rope, near = (given[key].get(name) or {} for name in ROPE_TYPES)
+    else:
+        for settings in given.values():
+            kinds = ("rope_type", "type") if len(given) > 1 else ()  # "default" in one place is no scaling of its own
+            settings = {name: value for name, value in settings.items() if name not in kinds or value != "default"}
+            if differ := sorted(name for name in settings if rope.get(name, settings[name]) != settings[name]):
+                raise InputError(f"rope_parameters and rope_scaling have another {differ[0]!r}: keep the one that holds")
+            rope = rope | settings
+    kinds = sorted({rope[name] for name in ("rope_type", "type") if rope.get(name) not in (None, "su")})
+    if len(kinds) > 1:
+        raise InputError(f"{key} has both rope_type and type, which differ: {' and '.join(map(repr, kinds))}; keep one")
+    for name in SINGLE_ROPE_KEYS:
+        if rope.get(name) and values.get(name) and rope[name] != values[name]:
+            where = " and ".join(given)
+            raise InputError(f"{name} is {values[name]!r}, but {rope[name]!r} in {where}: keep the one that holds")
+    return key, rope if given else default or {}, near
 
 
 def read_hf(values):
@@ -113,12 +148,7 @@ def read_hf(values):
         raise InputError(f"{missing[0]} is missing")
     if family == "llamaLadder" and "ladder_layers" not in values:
         raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
-    rope_key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"  # which transformers 5 writes
-    rope = values.get(rope_key) or known.get("rope_parameters") or {}
-    near = {}  # rope of the layers with a window, if the others have another one
-    check_values(rope, ROPE_TYPES, f"{rope_key}.")
-    if {*ROPE_TYPES} & rope.keys():
-        rope, near = (rope.get(name) or {} for name in ROPE_TYPES)
+    rope_key, rope, near = rope_of(values, known.get("rope_parameters"))
     only, read = ONLY_VALUES | FAMILIES[family].only, {*known, *REQUIRED, "laneformer"}
     harmless, turned = HARMLESS | only.keys() | {"model_type", "rope_scaling", "rope_parameters"}, read | ALL_ROPE_KEYS
     results, ignored = [], {}

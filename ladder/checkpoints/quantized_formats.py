@@ -24,13 +24,15 @@ MATRICES = {  # last parts of names, of what may stay integers: nothing that cho
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2",
     "w3", "lm_head", "embed_tokens", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
 }  # fmt: skip
-PARTS = (  # of a quantized matrix; the last four, of activations in 8 bits, are not needed
-    "weight", "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_shape", "weight_zero_point",
-    "weight_g_idx", "weight_scale", "weight_scale_inv", "blocks", "input_scale", "input_zero_point", "output_scale",
-    "activation_scale",
-)  # fmt: skip
+ACTIVATIONS = "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale"  # of 8 bits
+CACHE = r".*\.(([kvq]|kv|prob)_(scale|zero_point)|kv_cache_scaling_factor)"  # names of scales of a cache in 8 bits
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # of its 8 integers in a word
 FP4 = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+SCALED = torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz
+COMPRESSED = {  # {a part that a matrix of compressed-tensors has: the formats in which it does}
+    "weight_packed": ("pack-quantized",),
+    "weight": ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized"),
+}  # fmt: skip
 BITSANDBYTES = (
     "is in bitsandbytes' format: dequantize it first, in Python: m = transformers.AutoModelForCausalLM."
     'from_pretrained("SOURCE"); m.dequantize().save_pretrained("DIR")'
@@ -141,6 +143,40 @@ def errors_of(name):
 
 
 # ---- Formats of safetensors folders. parts: {part of a matrix's tensors: a function that returns it} ----
+#
+# settings, the quantization_config, may say different things of different modules. Which of these hold for a matrix is
+# told by its shapes: if none of them fits, or more than one, the matrix is refused.
+
+
+def weight_groups(settings):
+    """Return the groups of compressed-tensors' settings that say how weights are stored."""
+    return [group["weights"] for group in (settings.get("config_groups") or {}).values() if group["weights"]]
+
+
+def places(settings):
+    """Return the dicts in settings that say something of all modules, or of some."""
+    return [settings, *(settings.get("dynamic") or {}).values(), *weight_groups(settings)]
+
+
+def labels(settings, *keys):
+    """Return the set of values that settings give to these keys, for all modules or for some."""
+    return {place[key] for place in places(settings) for key in keys if place.get(key) is not None}
+
+
+def check_label(what, value, allowed):
+    """Raise InputError for a value that is none of those which the settings allow, if they say anything of it."""
+    if allowed and value not in allowed:
+        raise InputError(f"{what} is {value!r}, but quantization_config says {', '.join(sorted(map(repr, allowed)))}")
+
+
+def numbers(scales):
+    """Return scales as float32. Those in bytes are exponents of 2 (E8M0, with a bias of 127)."""
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        exponents = scales.view(torch.uint8).float()
+        return torch.exp2(exponents - 127).masked_fill_(exponents == 255, math.nan)
+    if not scales.is_floating_point() or scales.itemsize == 1:
+        raise InputError(f"scales in {str(scales.dtype)[6:]} are not read")
+    return scales.float()
 
 
 def words(tensor, bits=4):
@@ -151,135 +187,205 @@ def words(tensor, bits=4):
     return unpack(data) if bits == 4 else data
 
 
-def with_points(kind, parts, name, q, points, *shape, turned=True, index=None):
-    """Return the Matrix scales (q - points), of the scales in the part `name`. turned: they are (G, N), not (N, G)."""
+def group_sizes(settings):
+    """Return {(1, columns of a group)} that settings name; -1: all columns."""
+    keys, rows = ("group_size", "q_group_size"), ("channel", "tensor")
+    sizes = {-1 if place.get("strategy") in rows else place.get(key) for place in places(settings) for key in keys}
+    return {(1, size) for size in sizes - {None}}
+
+
+def block_sizes(shape, scales, sizes, others=()):
+    """Return how many (rows, columns) of a shape share one of `scales`, a shape: the one that fits of sizes and others.
+
+    sizes: those that settings name, where -1 is all.
+    """
+    if len(shape) != 2 or len(scales) != 2:
+        raise InputError(f"scales {scales} of a weight {shape} are not read")
+    given = {tuple(n if size == -1 else min(n, size) for n, size in zip(shape, each, strict=True)) for each in sizes}
+    if not sizes and shape[1] % scales[1] == 0:
+        given.add((1, shape[1] // scales[1]))
+    given = given.union(others)
+    fitting = [each for each in given if scales == tuple(-(-n // size) for n, size in zip(shape, each, strict=True))]
+    if len(fitting) != 1:
+        said = f"quantization_config says {sorted(map(list, sizes))}" if sizes else "weight_block_size is missing"
+        raise InputError(f"scales {scales} do not fit a weight {shape}: {said}")
+    return fitting[0]
+
+
+def with_points(kind, parts, stored, q, points, K, bits, settings, symmetric=False, index=None):
+    """Return the Matrix scales (q - points); stored(), the scales as the file has them, and points() are (N, G).
+
+    symmetric: whether the settings say that all points are in the middle. index: the part that names columns' groups.
+    """
+    N, G = stored().shape
+    check_label("the number of bits", bits, labels(settings, "bits", "w_bit", "num_bits"))
+    _, size = block_sizes((N, K), (N, G), group_sizes(settings))
 
     def scales():
-        return (parts[name]().mT if turned else parts[name]()).float()
+        return numbers(stored())
 
     def zeros():
         s, z = scales(), points()
         if s.shape != z.shape:
             raise InputError(f"zero points {tuple(z.shape)} do not fit scales {tuple(s.shape)}")
+        if symmetric and z.ne(2 ** (bits - 1)).any():
+            raise InputError(f"its zero points are not all {2 ** (bits - 1)}, but quantization_config says symmetric")
         return -s * z
 
-    K, G = shape[:2]
-    index = parts[index]().long() if index in parts else None
-    if index is not None and torch.equal(index, torch.arange(K) // -(-K // G)):  # act-order that changes nothing
-        index = None
-    return affine(kind, q, scales, zeros, *shape, index=index)
+    groups, index = torch.arange(K) // size, parts[index]() if index in parts else None
+    if index is not None and (index.is_floating_point() or index.amin() < 0):
+        raise InputError("columns' groups are whole numbers, from 0")
+    if index is None or torch.equal(index, groups):  # act-order that changes nothing
+        index = None if size * G == K else groups
+    return affine(kind, q, scales, zeros, K, G, bits, index if index is None else index.long())
 
 
 def awq(parts, settings):
-    if settings.get("version", "gemm").lower() != "gemm" or settings.get("bits", 4) != 4:
+    versions = {version.lower() for version in labels(settings, "version", "checkpoint_format", "format")}
+    bits = 32 * parts["qweight"]().shape[-1] // parts["scales"]().shape[-1]
+    if versions - {"gemm"} or bits != 4:
         raise InputError("of AWQ only version 'gemm' of 4 bits is read")
 
     def rows(name):  # (..., N / 8) -> (N, ...)
         return words(parts[name]()).unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2).mT
 
-    K, G = len(parts["qweight"]()), len(parts["scales"]())
-    return with_points("AWQ", parts, "scales", lambda: rows("qweight"), lambda: rows("qzeros"), K, G)
+    stored, symmetric = lambda: parts["scales"]().mT, labels(settings, "zero_point") == {False}
+    K = len(parts["qweight"]())
+    return with_points("AWQ", parts, stored, lambda: rows("qweight"), lambda: rows("qzeros"), K, 4, settings, symmetric)
 
 
 def gptq(parts, settings):
-    version, bits = settings.get("checkpoint_format", "gptq"), settings.get("bits", 4)
-    if version not in ("gptq", "gptq_v2"):
-        raise InputError(f"checkpoint_format {version!r} of GPTQ is not read, only 'gptq' and 'gptq_v2' are")
+    versions = labels(settings, "checkpoint_format", "format") or {"gptq"}
+    if len(versions) > 1 or not versions <= {"gptq", "gptq_v2"} or settings.get("is_marlin_format"):
+        raise InputError(f"checkpoint_format {min(versions)!r} of GPTQ is not read, only 'gptq' and 'gptq_v2' are")
+    bits, symmetric = 32 * parts["qzeros"]().shape[-1] // parts["scales"]().shape[-1], labels(settings, "sym") == {True}
 
     def q():
         return words(parts["qweight"]().mT, bits)
 
     def points():
-        return words(parts["qzeros"](), bits).mT.float() + (version == "gptq")  # version 1 stores one less
+        stored, middle = words(parts["qzeros"](), bits).mT.int(), 2 ** (bits - 1)
+        if symmetric and stored.unique().tolist() in ([middle - 1], [middle]):  # whatever version the file says it is
+            return torch.full_like(stored, middle)
+        return (stored + ("gptq" in versions)) % 2**bits  # version 1 stores one less, and 0 as the largest integer
 
-    if settings.get("desc_act") and "g_idx" not in parts:
+    if labels(settings, "desc_act") == {True} and "g_idx" not in parts:
         raise InputError("has no g_idx, but desc_act says that its columns are in another order")
-    K, G = len(parts["qweight"]()) * 32 // bits, len(parts["scales"]())
-    return with_points("GPTQ", parts, "scales", q, points, K, G, bits, index="g_idx")
+    stored, K = lambda: parts["scales"]().mT, len(parts["qweight"]()) * 32 // (bits or 1)
+    return with_points("GPTQ", parts, stored, q, points, K, bits, settings, symmetric, "g_idx")
 
 
-def weight_groups(settings):
-    """Return the groups of compressed-tensors' settings that say how weights are stored."""
-    return [group for group in (settings.get("config_groups") or {}).values() if group["weights"]]
+def check_points(parts, settings):
+    """Return whether compressed-tensors' settings say symmetric; raise InputError if zero points are missing."""
+    symmetric = labels(settings, "symmetric")
+    if symmetric == {False} and "weight_zero_point" not in parts:
+        raise InputError("has no weight_zero_point, but its config says symmetric: false")
+    return symmetric == {True}
 
 
 def packed(parts, settings):
     """compressed-tensors' pack-quantized: what is stored is 2^(bits - 1) more than the signed integers."""
-    (N, K), G = parts["weight_shape"]().tolist(), parts["weight_scale"]().shape[-1]
-    bits = 32 * parts["weight_packed"]().shape[-1] // K
+    N, K = map(int, parts["weight_shape"]().tolist())
+    bits, symmetric = 32 * parts["weight_packed"]().shape[-1] // K, check_points(parts, settings)
+    check_label("what it stores", "int", labels(settings, "type"))
     if len(parts["weight_packed"]()) != N:
         raise InputError(f"{len(parts['weight_packed']())} rows do not fit weight_shape {N}, {K}")
-    asymmetric = [group["weights"].get("symmetric") is False for group in weight_groups(settings)]
-    if asymmetric and all(asymmetric) and "weight_zero_point" not in parts:
-        raise InputError("has no weight_zero_point, but its config says symmetric: false")
+    if labels(settings, "actorder") == {"group"} and "weight_g_idx" not in parts:
+        raise InputError("has no weight_g_idx, but actorder says that its columns are in another order")
+
+    def stored():
+        s = parts["weight_scale"]()
+        return s.reshape(len(s) if s.dim() else 1, -1).expand(N, -1)
 
     def points():
         if "weight_zero_point" not in parts:
-            return torch.full_like(parts["weight_scale"](), 2.0 ** (bits - 1), dtype=torch.float32)
+            return torch.full(stored().shape, 2.0 ** (bits - 1))
         z = parts["weight_zero_point"]()
         return z + 2.0 ** (bits - 1) if z.dtype == torch.int8 else words(z.mT, bits)[:, :N].mT
 
     def q():
         return words(parts["weight_packed"](), bits)[:, :K]
 
-    shape = K, G, bits
-    return with_points("pack-quantized", parts, "weight_scale", q, points, *shape, turned=False, index="weight_g_idx")
+    return with_points("pack-quantized", parts, stored, q, points, K, bits, settings, symmetric, "weight_g_idx")
 
 
 def scaled(parts, settings, name="weight_scale"):
-    """FP8, or 8-bit integers, with a scale for each block, row or tensor."""
-    block = settings.get("weight_block_size")
-    for group in weight_groups(settings):
-        block = block or group["weights"].get("block_structure")
+    """FP8, or 8-bit integers, with a scale for each block, group of columns, row or tensor."""
+    w, kept = parts["weight"](), parts[name]()
+    shape, symmetric, kind = tuple(w.shape), check_points(parts, settings), str(w.dtype).removeprefix("torch.")
+    if w.dtype not in SCALED:
+        raise InputError(f"weights in {kind} with scales are not read")
+    check_label("what it stores", "int" if w.dtype == torch.int8 else "float", labels(settings, "type"))
+    check_label("the format of its weights", kind[:11], {f"float8_{fmt[:4]}" for fmt in labels(settings, "fmt")})
+    if kept.dtype == torch.uint8:
+        check_label("the format of its scales", "ue8m0", labels(settings, "scale_fmt"))
+        check_label("the type of its scales", "torch.uint8", labels(settings, "scale_dtype"))
+    blocks = [settings.get("weight_block_size"), *(group.get("block_structure") for group in weight_groups(settings))]
+    blocks = {tuple(block) for block in blocks if block} | group_sizes(settings)
+    scales_shape = tuple(kept.shape) if kept.dim() > 1 else (kept.numel(), 1)
+    sizes = block_sizes(shape, scales_shape, blocks, {shape, (1, shape[-1])})
+
+    def spread(values):  # (rows, columns) of blocks -> (N, K)
+        row, column = (torch.arange(n) // size for n, size in zip(shape, sizes, strict=True))
+        return values.reshape(-(-shape[0] // sizes[0]), -1)[row][:, column]
 
     def floats():
-        w, s = parts["weight"](), parts[name]().float()
-        s = s.reshape(-1, 1) if s.dim() < 2 else s
-        sizes = block or [-(-n // count) for n, count in zip(w.shape, s.shape, strict=True)]
-        if not block and (s.shape[0] not in (1, len(w)) or w.shape[1] % s.shape[1]):
-            raise InputError(
-                f"scales {tuple(s.shape)} do not fit a weight {tuple(w.shape)}: weight_block_size is missing"
-            )
-        if w.dtype.itemsize > 1 or w.dtype == torch.uint8 or "weight_zero_point" in parts:
-            raise InputError(f"weights in {str(w.dtype)[6:]} with scales are not read")
-        if s.shape != tuple(-(-n // size) for n, size in zip(w.shape, sizes, strict=True)):
-            raise InputError(f"{tuple(s.shape)} scales do not fit a weight {tuple(w.shape)}")
-        row, column = (torch.arange(n) // size for n, size in zip(w.shape, sizes, strict=True))  # of s
-        return w.float().mul_(s[row][:, column])
-
-    def q():
-        floats()  # raises InputError where these do not fit one another
-        return parts["weight"]()
+        w, s = parts["weight"]().float(), numbers(parts[name]())
+        if "weight_zero_point" in parts:
+            z = parts["weight_zero_point"]().float()
+            if z.shape != s.shape or symmetric and z.any():
+                raise InputError(f"zero points {tuple(z.shape)} do not fit scales {tuple(s.shape)} or symmetric: true")
+            w -= spread(z)
+        return w.mul_(spread(s))
 
     def scales():
-        return parts[name]().float().reshape(-1, 1).expand(len(parts["weight"]()), 1)
+        return numbers(parts[name]()).reshape(-1, 1).expand(shape[0], 1)
 
-    kind = "8 bits with scales"
-    if parts["weight"]().dtype != torch.float8_e4m3fn:
-        return Matrix(kind, floats)
-    if not block and parts[name]().numel() in (1, len(parts["weight"]())):
-        return Matrix(kind, floats, 0, q, scales)
-    return Matrix(kind, floats, scales=lambda: rounding.e4m3_power_of_two(floats()))
+    if w.dtype != torch.float8_e4m3fn or "weight_zero_point" in parts:
+        return Matrix("8 bits with scales", floats)
+    if sizes[1] == shape[1] and sizes[0] in (1, shape[0]):
+        return Matrix("8 bits with scales", floats, 0, parts["weight"], scales)
+    return Matrix("8 bits with scales", floats, scales=lambda: rounding.e4m3_power_of_two(floats()))
 
 
 def mxfp4(parts, settings):
     """gpt-oss's: blocks (E, N, K / 32, 16) of two numbers in a byte, scales (E, N, K / 32), exponents of 2."""
+    if {parts["blocks"]().dtype, parts["scales"]().dtype} - {torch.uint8, torch.float8_e8m0fnu}:
+        raise InputError("MXFP4 has blocks and scales of bytes")
 
     def floats():
         blocks, table = parts["blocks"](), torch.tensor([*FP4, *(-x for x in FP4)])
         w = torch.empty(*blocks.shape[:-2], blocks.shape[-2] * 32, dtype=torch.bfloat16)  # which holds them exactly
         for expert, b, s in zip(w, blocks, parts["scales"](), strict=True):
-            expert.copy_((table[unpack(b).int()] * torch.exp2(s.float() - 127)[..., None]).flatten(-2))
+            expert.copy_((table[unpack(b).int()] * numbers(s)[..., None]).flatten(-2))
         return w
 
     return Matrix("MXFP4", floats)
 
 
-FP8 = {"weight_scale_inv": functools.partial(scaled, name="weight_scale_inv"), "weight_scale": scaled}
-METHODS = {  # quant_method: {a part that every quantized matrix has: its reader}
-    "awq": {"qweight": awq}, "gptq": {"qweight": gptq}, "fp8": FP8, "fbgemm_fp8": FP8, "mxfp4": {"blocks": mxfp4},
-    "compressed-tensors": {"weight_packed": packed, "weight_scale": scaled},
+def compressed(parts, settings):
+    """compressed-tensors' matrices, whose format may differ by module."""
+    part = "weight_packed" if "weight_packed" in parts else "weight"
+    groups = (settings.get("config_groups") or {}).values()
+    said = {settings.get("format"), *(group.get("format") for group in groups)} - {None, "mixed-precision"}
+    if said and not said & {*COMPRESSED[part]}:
+        raise InputError(f"of the format {', '.join(sorted(map(repr, said)))} no {part} is read")
+    return (packed if part == "weight_packed" else scaled)(parts, settings)
+
+
+WORDS = "qweight", "qzeros", "scales"
+FP8 = {name: (functools.partial(scaled, name=name), ("weight", name)) for name in ("weight_scale_inv", "weight_scale")}
+METHODS = {  # quant_method: {a part that every quantized matrix has: (its reader, all parts that it reads)}
+    "awq": {"qweight": (awq, WORDS)}, "gptq": {"qweight": (gptq, (*WORDS, "g_idx"))}, "fp8": FP8, "fbgemm_fp8": FP8,
+    "mxfp4": {"blocks": (mxfp4, ("blocks", "scales"))},
+    "compressed-tensors": {
+        "weight_packed": (compressed, (
+            "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
+        )),
+        "weight_scale": (compressed, ("weight", "weight_scale", "weight_zero_point")),
+    },
 }  # fmt: skip
+PARTS = {part for readers in METHODS.values() for _, parts in readers.values() for part in parts} | {*ACTIVATIONS}
 
 
 def dequantizing(source, values, path):
@@ -297,6 +403,8 @@ def dequantizing(source, values, path):
         raise InputError(f"{path}: transform_config, which rotates activations, is not computed")
     with errors_of(f"{path}/config.json: quantization_config"):
         inputs = [group.get("input_activations") for group in (settings.get("config_groups") or {}).values()]
+        if (sparsity := (settings.get("sparsity_config") or {}).get("format", "dense")) != "dense":
+            raise InputError(f"{path}: sparsity_config {sparsity!r} is not read, only 'dense' is")
     keys = "kv_cache_scheme", "activation_scheme", "activation_scale_ub"
     in_8_bits = any((*inputs, *map(settings.get, keys)))
     grouped, plain, matrices = {}, {}, {}
@@ -304,13 +412,17 @@ def dequantizing(source, values, path):
         read = functools.partial(source.read, name)
         if match := re.fullmatch(rf"(.+?)[._]({'|'.join(PARTS)})", name):
             grouped.setdefault(match[1], {})[match[2]] = read
-        elif not name.endswith((".k_scale", ".v_scale")):  # of a cache in 8 bits
+        elif re.fullmatch(CACHE, name):
+            in_8_bits = True
+        else:
             plain[name] = read
     for name, parts in grouped.items():
-        make = next((make for part, make in METHODS[method].items() if part in parts), None)
+        make, read = next((reader for part, reader in METHODS[method].items() if part in parts), (None, ()))
         if make is None:
             plain |= {f"{name}.{part}": read for part, read in parts.items()}
             continue
+        if unread := sorted(parts.keys() - {*read, *ACTIVATIONS}):
+            raise InputError(f"{name}.{unread[0]} is not read beside the {', '.join(read)} of {method}")
         with errors_of(name):
             matrices[name] = make(parts, settings)
     result = QuantizedWeights(plain, matrices)

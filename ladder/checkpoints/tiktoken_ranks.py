@@ -1,11 +1,15 @@
-"""Llama 3's tokenizer.model as Meta publishes it, a file of token ranks for tiktoken."""
+"""Files of token ranks for tiktoken: Llama 3's tokenizer.model as Meta publishes it, and Kimi's tiktoken.model."""
 
 import base64
 from itertools import count
 
-from ladder.checkpoints.tokenizer import Tokenizer, library_errors
+from ladder.checkpoints.checkpoint import read_json
+from ladder.checkpoints.tokenizer import SplittingTokenizer
+from ladder.errors import InputError
 
-# The file contains neither Llama 3's pattern that splits words nor its special tokens.
+# The file contains neither the pattern that splits words nor the special tokens. Llama 3's comes alone, and is known by
+# its number of ranks. Kimi's class of transformers stands in the settings beside it, and its special tokens, too.
+LLAMA3_RANKS = 128_000
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -14,27 +18,45 @@ LLAMA3_SPECIAL = {
     0: "<|begin_of_text|>", 1: "<|end_of_text|>", 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>",
     7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>",
 }  # fmt: skip
+LLAMA3_ENDS = "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"
+KIMI_CLASS = "TikTokenTokenizer"
+UPPER, LOWER = (rf"[\p{{L{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for case in (r"u}\p{Lt", "l"))
+WORD, SUFFIX = r"|[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI_PATTERN = (
+    rf"[\p{{Han}}]+{WORD}{UPPER}*{LOWER}+{SUFFIX}{WORD}{UPPER}+{LOWER}*{SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
-class TiktokenTokenizer(Tokenizer):
-    def __init__(self, path):
+class TiktokenTokenizer(SplittingTokenizer):
+    def __init__(self, path, settings=None):
+        """settings: the path of a tokenizer_config.json, or None."""
         import tiktoken
 
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
         if len({*ranks.values()}) < len(lines):  # the file was cut within a number; the library would panic
             raise ValueError("two tokens have the same rank")
-        reserved = count()
-        names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(256)]
-        self.special = {name: len(ranks) + i for i, name in enumerate(names)}
-        self.model = tiktoken.Encoding(path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
-        self.n_ranks, self.vocab_size = len(ranks), len(ranks) + len(names)
-        self.prefix = [self.special["<|begin_of_text|>"]]
+        self.n_ranks, self.vocab_size, numbers = len(ranks), len(ranks) + 256, count()
+        if settings and settings.exists() and read_json(settings).get("tokenizer_class") == KIMI_CLASS:
+            pattern, self.family_ends = KIMI_PATTERN, ()
+            names = [f"<|reserved_token_{i}|>" for i in range(len(ranks), self.vocab_size)]
+        elif len(ranks) == LLAMA3_RANKS:
+            pattern, self.family_ends = LLAMA3_PATTERN, LLAMA3_ENDS
+            names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(numbers)}|>" for i in range(256)]
+        else:
+            words = f"nor has it settings beside it of the class {KIMI_CLASS}: give a tokenizer.json"
+            raise InputError(f"{path} has {len(ranks)} ranks, not Llama 3's {LLAMA3_RANKS}, {words}")
+        super().__init__({name: len(ranks) + i for i, name in enumerate(names)})
+        self.model = tiktoken.Encoding(path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        self.prefix = [self.special[name] for name in names[:1] if self.family_ends]
 
-    @library_errors("the tokenizer cannot encode this text")
-    def encode_plain(self, text, first=True):
+    @property
+    def ends(self):
+        return super().ends | {name: self.special[name] for name in self.family_ends}
+
+    def encode_text(self, text, first):
         return self.model.encode_ordinary(text)
 
-    @library_errors("the tokenizer cannot decode these tokens")
-    def decode(self, ids):
+    def decode_text(self, ids, first):
         return self.model.decode([i for i in ids if i < self.n_ranks])

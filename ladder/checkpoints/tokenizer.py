@@ -4,17 +4,15 @@ import contextlib
 import functools
 import os
 import re
+from itertools import groupby
 from pathlib import Path
 
 from ladder.errors import InputError, first_line
 
 TEMPLATE_FILES = "chat_template.jinja", "chat_template.json"
 SETTINGS_FILES = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", *TEMPLATE_FILES
-VOCABULARY_FILES = "tokenizer.json", "tokenizer.model", "vocab.json"  # the first one in a folder is read
-END_TOKENS = (  # they end a text or a turn; other engines stop at them too, whatever config.json says
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>", "<|endoftext|>",
-    "<|end_of_text|>",
-)  # fmt: skip
+VOCABULARY_FILES = "tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json"  # the first one in a folder is read
+FLAGS = "special", "lstrip", "rstrip", "single_word", "normalized"  # of an added token
 
 
 @contextlib.contextmanager
@@ -33,8 +31,9 @@ def library_errors(message):
 class Tokenizer:
     """encode(text) -> ids; decode(ids) -> text without special tokens; chat(messages) -> ids.
 
-    A subclass sets vocab_size, prefix (the ids that it puts before a text, mostly BOS) and special {text: id}. It
-    defines decode(ids) and encode_plain(text, first), where first is False for text that follows a special token.
+    A subclass sets vocab_size, prefix (the ids that it puts before a text, mostly BOS), special {text: id} of the added
+    tokens and hidden, the ids of those that decode leaves out. It defines decode(ids), encode_plain(text, first), where
+    first is False for text that follows a special token, encode_markup(text), token_id(text) and add.
     """
 
     template = None  # the checkpoint's chat template, Jinja source
@@ -47,9 +46,9 @@ class Tokenizer:
 
     @property
     def ends(self):
-        """{text: id} of the tokens that end a text or a turn: the tokenizer's eos_token and those in END_TOKENS."""
-        names = self.template_variables.get("eos_token"), *END_TOKENS
-        return {text: i for name in names for text, i in self.special.items() if text == name}
+        """{text: id} of the token that ends a text: the tokenizer's eos_token."""
+        name = self.template_variables.get("eos_token")
+        return {name: self.special[name]} if name in self.special else {}
 
     def continuation(self, prompt, ids):
         """Return the text that `ids` add to the text of the prompt's ids."""
@@ -57,20 +56,7 @@ class Tokenizer:
 
     def encode_markup(self, text):
         """Return the ids of a text that contains names of special tokens, as a chat template writes it; adds no BOS."""
-        longest_first, ids = sorted(self.special, key=len, reverse=True), []
-        names = "|".join(map(re.escape, longest_first)) or "(?!)"
-        for i, piece in enumerate(re.split(f"({names})", text)):
-            if piece:
-                ids += [self.special[piece]] if piece in self.special else self.encode_plain(piece, first=i == 0)
-        return ids
-
-    def add(self, text, i, hidden):
-        """Add a token that only the settings files name. decode leaves it out if it is hidden."""
-        self.special.setdefault(text, i)
-
-    def token_id(self, text):
-        """Return the id of a token that is special or could be added as a special one, else None."""
-        return self.special.get(text)
+        return self.encode_plain(text, markup=True)
 
     def chat(self, messages, answer=True, variables=None):
         """Return the ids of a conversation [{"role", "content"}, ...], followed by the start of an answer if `answer`.
@@ -82,29 +68,113 @@ class Tokenizer:
         return self.encode_markup(render(self, messages, answer, variables))
 
 
-class SentencePieceTokenizer(Tokenizer):
+class SplittingTokenizer(Tokenizer):
+    """A tokenizer whose library knows no added tokens: texts are split at them, by another library.
+
+    A subclass defines encode_text(text, first) and decode_text(ids, first), which see no added tokens.
+    """
+
+    def __init__(self, tokens):
+        """tokens: {text: id} of special tokens."""
+        self.special, self.flags, self.names, self.hidden = {}, {}, {}, set()
+        for text, i in tokens.items():
+            self.add({"content": text}, i)
+
+    def add(self, token, i):
+        """Add a token, {"content": text} with its FLAGS, or change the flags of one."""
+        text, old = token["content"], self.names.get(i)
+        if old not in (None, text):  # a token that was reserved for others
+            del self.special[old], self.flags[old]
+        i = self.special.setdefault(text, i)
+        old = self.flags.get(text, {flag: flag == "special" for flag in FLAGS})
+        self.names[i], self.flags[text] = text, {flag: token.get(flag, old[flag]) for flag in FLAGS}
+        (self.hidden.add if self.flags[text]["special"] else self.hidden.discard)(i)
+        self.__dict__.pop("splitter", None)
+
+    @functools.cached_property
+    def splitter(self):
+        """A tokenizers.Tokenizer to which what stands between added tokens is one unknown word."""
+        import tokenizers
+
+        splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
+        splitter.add_tokens([tokenizers.AddedToken(text, **flags) for text, flags in self.flags.items()])
+        return splitter
+
+    @library_errors("the tokenizer cannot encode this text")
+    def encode_plain(self, text, first=True, markup=False):
+        self.splitter.encode_special_tokens = not markup  # if set, the names of special tokens are plain text
+        split, ids = self.splitter.encode(text), []
+        for i, (start, stop) in zip(split.ids, split.offsets, strict=True):
+            name = self.splitter.id_to_token(i)  # "": what stands between added tokens
+            ids += [self.special[name]] if name else self.encode_text(text[start:stop], first and start == 0)
+        return ids
+
+    @library_errors("the tokenizer cannot decode these tokens")
+    def decode(self, ids):
+        text, shown = "", (i for i in ids if i not in self.hidden)
+        for is_added, run in groupby(shown, self.names.__contains__):
+            text += "".join(map(self.names.get, run)) if is_added else self.decode_text([*run], first=not text)
+        return text
+
+    def token_id(self, text):
+        return self.special.get(text)
+
+
+CONTROL, UNKNOWN, USER_DEFINED = 3, 2, 4  # types of SentencePiece's pieces
+
+
+class SentencePieceTokenizer(SplittingTokenizer):
     legacy = True  # whether text after a special token gets a space in front, as the beginning of a text does
+    spaced = True  # whether the beginning of a text does, if the model says so
 
     def __init__(self, path):
         from sentencepiece import SentencePieceProcessor
 
         self.model = SentencePieceProcessor(model_file=str(path))
         self.vocab_size = self.model.vocab_size()
-        ids = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id()}
+        kinds = piece_types(path.read_bytes())
+        super().__init__({self.model.id_to_piece(i): i for i, kind in kinds.items() if kind != USER_DEFINED})
+        for i, kind in kinds.items():
+            text = self.model.id_to_piece(i)
+            if kind == USER_DEFINED and "\u2581" not in text:  # spaces are left to the model
+                self.add({"content": text, "special": False}, i)
+        ids = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id(), "unk_token": self.model.unk_id()}
         self.template_variables = {name: self.model.id_to_piece(i) for name, i in ids.items() if i >= 0}
-        self.special = {text: ids[name] for name, text in self.template_variables.items()}
         self.prefix = [i for i in [ids["bos_token"]] if i >= 0]
 
-    @library_errors("the tokenizer cannot encode this text")
-    def encode_plain(self, text, first=True):
-        if first or self.legacy:
+    def encode_text(self, text, first):
+        if self.spaced and (first or self.legacy):
             return self.model.encode(text)
         mark = "\ue000"  # no piece contains this character: the space is put before it, and no piece crosses it
         return self.model.encode(mark + text)[len(self.model.encode(mark)) :]
 
-    def decode(self, ids):
-        skip = set(self.special.values())
-        return self.model.decode([i for i in ids if i not in skip and i < self.vocab_size])
+    def token_id(self, text):
+        i = self.model.piece_to_id(text)
+        return self.special.get(text, i if self.model.id_to_piece(i) == text else None)
+
+    def decode_text(self, ids, first):
+        before = [] if first and self.spaced else self.model.encode("a")  # a decoder drops the first space
+        ids = before + [i for i in ids if i < self.vocab_size]
+        return self.model.decode(ids)[len(self.model.decode(before)) :]
+
+
+def piece_types(data):
+    """Return {id: type} of the pieces of a SentencePiece model that are CONTROL, UNKNOWN or USER_DEFINED.
+
+    data: a message of protocol buffers whose pieces come first, each field 1; a piece's type is its last field.
+    """
+    at, result, i = 0, {}, 0
+    while at < len(data) and data[at] == 10:
+        size, shift, at = 0, 0, at + 1
+        while True:
+            size, shift, at = size | (data[at] & 127) << shift, shift + 7, at + 1
+            if data[at - 1] < 128:
+                break
+        piece = data[at : at + size]
+        if piece[-2:-1] == b"\x18" and piece[-7:-6] == b"\x15" and piece[-1] in (CONTROL, UNKNOWN, USER_DEFINED):
+            result[i] = piece[-1]
+        at, i = at + size, i + 1
+    return result
 
 
 def load_tokenizer(source, vocab_size=None):
@@ -128,7 +198,10 @@ def load_tokenizer(source, vocab_size=None):
 
             kind = functools.partial(JsonTokenizer, vocab_size=vocab_size)
         elif re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line):
-            from ladder.checkpoints.tiktoken_ranks import TiktokenTokenizer as kind
+            from ladder.checkpoints.tiktoken_ranks import TiktokenTokenizer
+
+            settings = folder / SETTINGS_FILES[0] if folder.is_dir() else None
+            kind = functools.partial(TiktokenTokenizer, settings=settings)
         tokenizer = kind(path)
         if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
             raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
