@@ -121,8 +121,8 @@ class Sampler:
     def random(self, fill, *shape):
         """Return random numbers by a method such as torch.Tensor.uniform_, each row's by its own generator."""
         result = torch.empty(shape, device=self.generator.device)
-        for rows, generator in zip(result.chunk(len(self.generators)), self.generators, strict=True):
-            fill(rows, generator=generator)
+        for rows, own in zip(result.chunk(len(self.generators)), self.generators, strict=True):
+            fill(rows, generator=own)
         return result
 
     def race(self, weights, first_id, vocab_size):
