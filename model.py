@@ -338,6 +338,7 @@ def list_sublayers(config, layers, metadata=None, cache=None):
     At a seam, such as ladder:8 has, nothing is special: each sublayer has the `stale` of its own layer's wiring.
     """
     sublayers, i = [], 0
+    layers = list(layers)  # a ModuleList takes a microsecond for each look-up
     while i < config.n_layers:
         wiring = config.layer_wirings[i]
         side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
@@ -347,6 +348,8 @@ def list_sublayers(config, layers, metadata=None, cache=None):
 
 
 def _add_partials(sublayer, side_by_side, x):  # usually of one block
+    if len(side_by_side) == 1:
+        return sublayer(x, *side_by_side[0])
     first, *others = [sublayer(x, *arguments) for arguments in side_by_side]
     return sum(others, start=first)
 

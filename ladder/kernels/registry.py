@@ -49,6 +49,7 @@ class Kernel(NamedTuple):
     function: Callable  # of the same arguments; returns None where it stands back
     about: str  # what it gains, e.g. "few rows are about twice as fast"
     calls: tuple[str, ...] = ()  # plain functions of submodules that it stands in for as well: "model.Linear.forward"
+    compiles: bool = True  # whether it stands in in compiled code as well
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,7 +110,7 @@ def one_pass(forward):
 def may_stand_in(ready, arguments):
     """Return whether none of the functions was replaced, and no gradient is asked for."""
     if torch.compiler.is_compiling():
-        return is_still_current(ready)
+        return ready.kernel.compiles and is_still_current(ready)
     return is_current(ready) and not (torch.is_grad_enabled() and needs_gradient(arguments))
 
 

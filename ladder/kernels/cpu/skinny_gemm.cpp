@@ -345,9 +345,10 @@ at::Tensor rotate_into_cache(
 }
 
 // The RMSNorm of the last dimension of x.
-at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps) {
+at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& factors, double eps) {
+  const at::Tensor weight = factors.contiguous();  // usually it is
   const int64_t D = weight.numel();
-  TORCH_CHECK(D > 0 && input.size(-1) == D && weight.is_contiguous(), "rms_norm takes x (..., D) and weight (D)");
+  TORCH_CHECK(D > 0 && input.size(-1) == D && weight.dim() == 1, "rms_norm takes x (..., D) and weight (D)");
   const at::Tensor rows = input.contiguous();
   at::Tensor result = at::empty(rows.sizes(), rows.options());
   const uint16_t *x = data(rows), *w = data(weight);

@@ -25,8 +25,11 @@ FEW_POSITIONS = 16  # of a row in a pass; with more, as in a prefill, PyTorch's 
 FEW_FLOATS = 8  # up to so many rows, PyTorch's own bfloat16 is as fast as its float32, even without oneDNN
 
 
+BF16 = torch.bfloat16
+
+
 def is_bf16(x):
-    return x.dtype is torch.bfloat16 and x.is_cpu
+    return x.dtype is BF16 and x.is_cpu
 
 
 def is_changed(module):
@@ -88,11 +91,9 @@ def linear_in_float32(self, x):
 
 
 def norm(self, x):
-    """Compute an RMSNorm in one operator, unless the compiler makes one."""
+    """Compute an RMSNorm in one operator. The compiler makes one, too."""
     weight = self._parameters.get("weight")
-    if weight is None or not is_bf16(x) or weight.dtype is not torch.bfloat16 or self.eps is None:
-        return None
-    if torch.compiler.is_compiling() or weight.dim() != 1 or not weight.is_contiguous():
+    if weight is None or x.dtype is not BF16 or weight.dtype is not BF16 or self.eps is None or not x.is_cpu:
         return None
     return torch.ops.ladder.rms_norm(x, weight, self.eps)
 
@@ -107,13 +108,17 @@ def most_rows(bits):
 
 def feed_forward(self, x):
     """Compute the MLP of a few rows in one call, so that no time is lost between its products."""
-    if self.activation is not F.silu or len(self._modules) != 3 or self._parameters or not is_bf16(x):
+    if x.dtype is not BF16 or not x.is_cpu or self.activation is not F.silu:
+        return None
+    if len(self._modules) != 3 or self._parameters:
         return None
     gate, up, down = matrix_of(self, "w1"), matrix_of(self, "w3"), matrix_of(self, "w2")
     if gate is None or up is None or down is None:
         return None
     weight, bits, bias, N, K = gate
-    if bits != up[1] or bits != down[1] or bias is not None or up[2] is not None or x.numel() > most_rows(bits) * K:
+    if bits != up[1] or bits != down[1] or bias is not None or up[2] is not None:
+        return None
+    if x.numel() > K and x.numel() > most_rows(bits) * K:
         return None
     y = torch.ops.ladder.feed_forward(x, weight, up[0], down[0], N, K, bits)
     return y if down[2] is None else y + down[2]
@@ -130,8 +135,8 @@ def attend(q, k, v, mask=None, score_cap=None, sinks=None):
 
 
 def rotate_into_cache(q, k, v, rope, metadata, cache):
-    """Rotate, and write to the cache, in one operator, unless the compiler makes one."""
-    if rope is None or rope[0].dtype is not torch.float32 or not is_bf16(q) or torch.compiler.is_compiling():
+    """Rotate, and write to the cache, in one operator. The compiler makes one, too."""
+    if rope is None or rope[0].dtype is not torch.float32 or not is_bf16(q):
         return None
     (B, K, _, S, H), rows, positions = k.shape, metadata.rows, metadata.positions
     if cache is None:
@@ -148,7 +153,7 @@ def attention(self, x, metadata, cache):
 
     Compiled code, which needs no Python between its calls, has `attend` alone.
     """
-    if cache is None or metadata.query_scale is not None or torch.compiler.is_compiling() or not is_bf16(x):
+    if cache is None or metadata.query_scale is not None or x.dtype is not BF16 or not x.is_cpu:
         return None
     if self.gates or not self.rotates or self.score_cap or self.head_dim % 64 or self.whole_norm:
         return None
@@ -183,13 +188,14 @@ def norms_of_heads(attention):
         return (), 0.0
     if type(q_norm) is not RMSNorm or type(k_norm) is not RMSNorm or q_norm.eps != k_norm.eps:
         return None
-    return (q_norm._parameters["weight"], k_norm._parameters["weight"]), q_norm.eps
+    weights = q_norm._parameters["weight"], k_norm._parameters["weight"]
+    return (weights, q_norm.eps) if weights[0].dtype is weights[1].dtype is BF16 else None
 
 
 def latent_attention(self, q, kv, metadata, cache):
     """Compute LatentAttention.attend of a few new positions in one call."""
     L, X, R, Y = self.sizes
-    if cache is None or metadata.mask is None or torch.compiler.is_compiling() or not is_bf16(q):
+    if cache is None or metadata.mask is None or not is_bf16(q):
         return None
     if not fits_latents(self, q.shape[1]) or q.shape[0] * q.shape[1] > skinny_gemm.SKINNY_ROWS:
         return None
@@ -276,15 +282,15 @@ LATENT = "ladder.layers.latent_attention.LatentAttention"
 EXPERTS = "ladder.layers.experts"
 KERNELS = [
     Kernel(LINEAR, linear, "few rows are up to twice as fast"),
-    Kernel(NORM, norm, "a norm is one call"),
+    Kernel(NORM, norm, "a norm is one call", compiles=False),
     Kernel("model.FeedForward.forward", feed_forward, "an MLP of few rows is one call", (LINEAR, *QUANT)),
     Kernel("model.attend", attend, "few positions are about twice as fast"),
-    Kernel("model.rotate_into_cache", rotate_into_cache, "a rotation is one call"),
-    Kernel("model.Attention.forward", attention, "few positions are one call", (LINEAR, NORM, *QUANT)),
+    Kernel("model.rotate_into_cache", rotate_into_cache, "a rotation is one call", compiles=False),
+    Kernel("model.Attention.forward", attention, "few positions are one call", (LINEAR, NORM, *QUANT), compiles=False),
 ]
 WITHOUT_CPP = [Kernel(LINEAR, linear_in_float32, "many rows are multiplied in float32")]
 FOR_LATENTS = [
-    Kernel(f"{LATENT}.attend", latent_attention, "few positions are one call", (LINEAR, NORM)),
+    Kernel(f"{LATENT}.attend", latent_attention, "few positions are one call", (LINEAR, NORM), compiles=False),
     Kernel(f"{LATENT}.attend_to_latents", attend_to_latents, "few positions are about twice as fast"),
     Kernel(f"{LATENT}.to_latents", to_latents, "few rows are about twice as fast"),
     Kernel(f"{LATENT}.to_values", to_values, "few rows are about twice as fast"),
