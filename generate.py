@@ -110,15 +110,22 @@ class Runner:
             from ladder.kernels import compiling  # not in a plain run: it imports the compiler
 
             self.decode_model, self.prefill_model = compiling.compiled(model, self.compiles, self.compiles_prefill)
-        if self.device.type == "cuda" and "sums" not in model.comm.on_host:
+        if self.device.type == "cuda" and "sums" not in model.comm.on_host and self.may_capture():
             from ladder.kernels.cuda_graphs import Graphs
 
             self.graphs = self.decode_model = self.decode_model if self.compiles else Graphs(model)
         self.built_for = registry.fingerprint(model) if self.decode_model is not model else None
 
+    def may_capture(self):
+        """Return whether CUDA graphs may hold steps. What hooks do in Python would only run while one is captured."""
+        if not self.compiles and registry.has_hooks(self.model):
+            registry.say_once("the model has hooks: decode steps run without CUDA graphs, thus slower")
+            return False
+        return self.compiles or not registry.is_off()
+
     def renew_passes(self):
         """Compile or capture anew what was made before somebody changed the model: it would not know of that."""
-        if self.built_for is not None and self.built_for != registry.fingerprint(self.model):
+        if self.built_for and not registry.same_fingerprint(self.built_for, registry.fingerprint(self.model)):
             registry.say_once("the model was changed after its steps were compiled or captured: that is done anew")
             if self.compiles or self.compiles_prefill:
                 torch.compiler.reset()
@@ -246,7 +253,7 @@ class Generation:
         self.rows = [[] for _ in prompts]  # the new ids of each row, without end-of-sequence
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         rows, slots = cache_size(runner.cache)
-        if len(prompts) > rows or max(self.ends) > slots:
+        if len(prompts) != rows or max(self.ends) > slots:
             needed = f"{len(prompts)} rows of {max(self.ends)} tokens do not fit a cache of {rows} rows, {slots} slots"
             raise InputError(f"{needed}: make_cache(model, {len(prompts)}, {max(self.ends)}) makes one")
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from ladder import config_check, wiring_text
 from ladder.errors import InputError, did_you_mean
 from ladder.kernels import quant_linear
-from ladder.kernels.registry import one_pass, plain
+from ladder.kernels.registry import begin_pass, end_pass, plain
 from ladder.layers.attention_inputs import attention_metadata, norm_heads, rope_frequencies, rotate
 from ladder.layers.norms import ACTIVATIONS, NORMS
 
@@ -376,8 +376,10 @@ class PostNormSums(Collectives):
         return norm(self.comm.wait(started))
 
     def settle(self, x, pending, newer=()):
+        if not newer:
+            return x + self.wait(pending)
         started, norm = pending
-        # x + norm(wait(...)) would do if nothing was to be kept in order, but only settle can come after `newer`
+        # only settle can come after `newer`
         return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
 
     def pin(self, x, newer):
@@ -589,7 +591,6 @@ class Transformer(nn.Module):
     device = property(lambda self: self.norm.weight.device)
     dtype = property(lambda self: self.norm.weight.dtype)  # of activations, and of weights that are not quantized
 
-    @one_pass
     def forward(self, tokens, positions=None, cache=None, cache_length=None, last_index=None, splits=1):
         """Return the local logits (B, S, v) of tokens (B, S) int64; with last_index (B,) those of one token (B, 1, v).
 
@@ -604,9 +605,13 @@ class Transformer(nn.Module):
         each row's last token, which is followed by padding; -1 for a row that ended in an earlier chunk. splits: into
         how many parts to cut the sequence; more than 1 need a cache.
         """
-        # usually there is one part, hence one loop: embed, residual_loop over all sublayers, head
-        x = torch.cat(interleave(self.split_loops(tokens, positions, cache, cache_length, last_index, splits)), dim=1)
-        return self.head(x, last_index)
+        begun = begin_pass()  # finds out once for all layers which kernels may stand in
+        try:
+            # usually there is one part, hence one loop: embed, residual_loop over all sublayers, head
+            loops = self.split_loops(tokens, positions, cache, cache_length, last_index, splits)
+            return self.head(torch.cat(interleave(loops), dim=1), last_index)
+        finally:
+            end_pass(begun)
 
     def split_loops(self, tokens, positions, cache, cache_length, last_index, splits):
         """Yield the loop of each part of the sequence; the arguments are those of forward.

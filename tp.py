@@ -277,6 +277,7 @@ def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddin
     if config.tie_embeddings:
         start, stop = vocab_range(config.vocab_size, rank, shares)
         whole = stop - start == config.vocab_size
+        model.output.table_rows = start, stop
         for name, table in model.tok_embeddings.named_parameters():
             set_parameter(model, f"output.{name}", table if whole else table[start:stop])  # one parameter, or a view
     return model.to(device)  # moves the rope frequencies, which build made on the CPU; they stay float32

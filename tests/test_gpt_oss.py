@@ -105,7 +105,8 @@ def test_a_prefill_in_chunks_a_server_and_a_draft_compute_the_same():
     runner.chunk_tokens = 4
     assert generate.generate(runner, ids, 6, Sampler(0)).rows == [greedy_tokens(net, row, 6) for row in ids]
     ends = [greedy_tokens(net, row, 6, end=2) for row in ids]
-    assert run_ranks(1, in_turns, CONFIG, [(i, row, 6) for i, row in enumerate(ids)], 2) == [ends]
+    requests = [(i, {"ids": row, "max_tokens": 6}) for i, row in enumerate(ids)]
+    assert run_ranks(1, in_turns, CONFIG, requests, 2)[0][0] == ends
 
 
 @pytest.mark.parametrize("G", [1, 2, 7])

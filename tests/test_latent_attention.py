@@ -311,9 +311,9 @@ def test_ranks_compute_what_one_device_does(ranks, configs):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_s_rows_answer_as_if_alone(ranks):
     ids = [[1, 5, 6, 7], [1, 9, 3, 9, 3], [1, 5, 6, 8, 4]]  # the last finds its beginning in a cache
-    requests = [(when, row, 6) for when, row in zip([0, 1, 20], ids, strict=True)]
+    requests = [(when, {"ids": row, "max_tokens": 6}) for when, row in zip([0, 1, 20], ids, strict=True)]
     expected = [greedy_tokens(random_model(CONFIG), row, 6, end=2) for row in ids]
-    for answers in run_ranks(ranks, in_turns, CONFIG, requests, 2):
+    for answers, _ in run_ranks(ranks, in_turns, CONFIG, requests, 2):
         assert answers == expected
 
 

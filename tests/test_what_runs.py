@@ -4,6 +4,7 @@ An edit is made after a model was loaded with its kernels. Then prefill and deco
 kernel, and something else than before the edit.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -12,6 +13,7 @@ import types
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.utils.prune
 from helpers import BASE, counted_kernels, last_logits, run_ranks, unequal_rows
 
 import generate
@@ -330,6 +332,74 @@ def test_an_edit_of_a_layer_takes_effect(edit, quant):
     check(load(quant), MODULE_EDITS[edit])
 
 
+def prune_bias(net):
+    for block in net.layers:
+        w2 = block.feed_forward.w2
+        w2.bias = like(block, torch.linspace(-1, 1, 64))
+        torch.nn.utils.prune.random_unstructured(w2, "bias", 0.5)
+
+
+MODULE_EDITS["a bias that is pruned"] = prune_bias
+
+
+@pytest.mark.parametrize("kind", ["hook", "pre_hook"])
+def test_hooks_of_all_modules_are_called(kind):
+    net, seen = load(), []
+    register = getattr(torch.nn.modules.module, f"register_module_forward_{kind}")
+    handle = register(lambda module, *_: seen.append(module))
+    try:
+        with torch.inference_mode():
+            net(torch.tensor([[5]]), None, net.new_cache(1, 3))
+    finally:
+        handle.remove()
+    assert {id(m) for b in net.layers for m in (b.feed_forward.w1, b.attention.wo)} <= set(map(id, seen))
+
+
+def test_what_a_kernel_does_not_know_and_does_not_check_runs_as_written(capsys):
+    """A cache in another order of its dimensions, none of the rope, and a pass of fewer rows than the cache."""
+    net, x = load(n_kv_heads=2, qk_norm=False), torch.randn(1, 2, 64).bfloat16()
+    metadata = attention_inputs.attention_metadata(net, torch.tensor([[2, 3]]), torch.arange(5))
+    other = tuple(torch.zeros(1, 6, 2, 64).bfloat16().transpose(1, 2) for _ in "kv")
+    for cache, changes in (other, {}), (net.new_cache(1, 6)[0], {"rope": None}), (net.new_cache(1, 6)[0], {}):
+        results = []
+        for context in registry.plain_only, contextlib.nullcontext:
+            fresh = tuple(torch.zeros_like(tensor) for tensor in cache)
+            with context(), torch.inference_mode():
+                results.append(net.layers[0].attention(x, metadata._replace(**changes), fresh).float())
+        assert (results[0] - results[1]).norm() < 0.02 * results[0].norm()
+    assert "does not know what it got" in capsys.readouterr().err
+
+
+def test_a_fingerprint_tells_edits(monkeypatch):
+    net = load()
+    weight = net.layers[0].feed_forward.w1.weight
+    handle = net.layers[0].feed_forward.register_forward_hook(lambda module, args, y: y)
+
+    def same():
+        return registry.same_fingerprint(before, registry.fingerprint(net))
+
+    def set_comm():
+        net.comm = model.SingleDevice()
+
+    def other_hook():
+        handle.remove()
+        net.layers[0].feed_forward.register_forward_hook(lambda module, args, y: 2 * y)
+
+    edits = [
+        lambda: setattr(net, "rope_frequencies", net.rope_frequencies / 2),
+        lambda: setattr(weight, "data", weight.data.clone()),
+        set_comm,
+        other_hook,
+        lambda: monkeypatch.setattr(model.SingleDevice, "wait", lambda self, pending: pending),
+        lambda: monkeypatch.setattr(model, "attend", lambda *args: args[0]),
+    ]
+    for edit in edits:
+        before = registry.fingerprint(net)
+        assert same()
+        edit()
+        assert not same()
+
+
 def test_other_weights_of_a_functional_call_are_used():
     net = load()
     tokens = torch.tensor([[1, 5, 6]])
@@ -468,6 +538,19 @@ def test_packed_integers_are_what_was_stored():
 
 def quant_linears(net):
     return [m for m in net.modules() if type(m) is quant_linear.QuantLinear]
+
+
+def test_a_tied_head_in_integers_stays_its_table():
+    for quant in "int8", "int4":
+        net = load(quant, tie_embeddings=True)
+        assert net.output.layout is not None
+        before = logits(net)
+        net.tok_embeddings.weight.data.copy_(net.tok_embeddings.weight.data.flip(0))
+        assert net.output.weight is net.tok_embeddings.weight
+        after = logits(net)
+        with registry.plain_only():
+            assert (logits(net) - after).norm() < 0.05 * after.norm()
+        assert (after - before).norm() > 0.5 * before.norm()
 
 
 def test_plain_runs_nothing_but_what_is_written(monkeypatch):

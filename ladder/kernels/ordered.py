@@ -77,6 +77,12 @@ def pin(self, x, newer):
 
 WAIT = ("tp.TensorParallel.wait",)
 KERNELS = [
-    Kernel("tp.TensorParallel.settle", settle, "the order of compiled code is kept, so that more overlaps", WAIT),
-    Kernel("tp.TensorParallel.pin", pin, "the order of compiled code is kept, so that more overlaps"),
+    Kernel(
+        "tp.TensorParallel.settle",
+        settle,
+        "compiled code keeps its order, so that more overlaps",
+        WAIT,
+        may_refuse=False,
+    ),
+    Kernel("tp.TensorParallel.pin", pin, "compiled code keeps its order, so that more overlaps", may_refuse=False),
 ]

@@ -45,3 +45,7 @@ def pack(model, kernel_set):
         own = [linear for linear in linears if linear.quant == quant]
         if own and (quant, kernel_set) in PACKERS and model.dtype == torch.bfloat16:
             PACKERS[quant, kernel_set](own)
+    table, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
+    if model.config.tie_embeddings and isinstance(table, QuantLinear) and head.layout:
+        # past nn.Module, to which neither is a part of the other: whoever reads one reads, or changes, both
+        table.__dict__["head"], head.__dict__["table"] = head, table

@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ladder.errors import InputError
 from ladder.kernels.registry import plain, say_once
 
 DEQUANTIZED_AT_ONCE = 2**19  # elements of W that become floats at a time: they are still in the cache when multiplied
@@ -61,6 +62,9 @@ class Layout(NamedTuple):
     multiply: Callable  # (x, linear) -> y, or None where it stands back
     unpack: Callable  # linear -> (weight, scales, zeros) as the checkpoint stores them
 
+    def __deepcopy__(self, memo):
+        return self  # a kernel knows its Layout by identity
+
 
 STORED = "weight", "scales", "zeros"  # the parameters of a QuantLinear that is not packed
 
@@ -82,6 +86,7 @@ class QuantLinear(nn.Module):
         *rows, K = shape
         self.out_features, self.in_features, self.bits = rows[-1], K, 4 if quant == "int4" else 8
         self.quant = quant
+        self.is_stack = len(rows) > 1  # of the matrices of experts
         self.layout = None  # of `packed`, a Layout
         dtype = {"int4": torch.uint8, "fp8": torch.float8_e4m3fn}.get(quant, torch.int8)
         shape = (*rows, K // 2) if self.bits == 4 else shape
@@ -99,7 +104,21 @@ class QuantLinear(nn.Module):
 
     def stored(self):
         """Return (weight, scales, zeros or None) as the checkpoint stores them; new tensors if they are packed."""
-        return self.layout.unpack(self) if self.layout else (self.weight, self.scales, self.zeros)
+        if self.layout:
+            return self.layout.unpack(self)
+        return self._parameters["weight"], self._parameters["scales"], self._parameters.get("zeros")
+
+    def register_forward_hook(self, *args, **kwargs):
+        self._refuse_hooks()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args, **kwargs):
+        self._refuse_hooks()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def _refuse_hooks(self):
+        if self.is_stack:
+            raise InputError("the matrices of experts are never called: hook the Experts that hold them")
 
     def rows(self, index, dtype=None):
         """Return the rows of W at `index` as floats, by default in the scales' dtype."""
@@ -114,15 +133,24 @@ class QuantLinear(nn.Module):
         self.layout = layout
 
     def unpack(self):
-        """Turn the integers back into weight, scales and zeros."""
+        """Turn the integers back into weight, scales and zeros; those of a tied output head are its table's again."""
         stored = self.layout.unpack(self)
+        if (table := self.__dict__.get("table")) is not None:
+            start, stop = self.table_rows
+            shared = [tensor for tensor in table.stored() if tensor is not None]
+            whole = stop - start == len(shared[0])
+            stored = [tensor if whole else tensor[start:stop] for tensor in shared] + [None] * (3 - len(shared))
         for name in [name for name in self._parameters if name.startswith("packed")]:
             del self._parameters[name]
         self.layout = None
         for name, tensor in zip(STORED, stored, strict=True):
-            setattr(self, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+            is_ready = tensor is None or isinstance(tensor, nn.Parameter)
+            setattr(self, name, tensor if is_ready else nn.Parameter(tensor, requires_grad=False))
 
     def _unpack_for(self, name):
+        head = self.__dict__.get("head")
+        if name in STORED and head is not None and head.layout is not None:  # this is its table
+            head._unpack_for(name)
         if name in STORED and self.__dict__.get("layout") is not None:
             kernel = self.layout.name
             say_once(f"{name} of a QuantLinear was asked for: it is unpacked and runs as written, without {kernel}")
@@ -137,8 +165,9 @@ class QuantLinear(nn.Module):
         super().__setattr__(name, value)
 
     def _load_from_state_dict(self, state, prefix, *args):
-        if f"{prefix}weight" in state:
-            self._unpack_for("weight")
+        for name in STORED:
+            if prefix + name in state:
+                self._unpack_for(name)
         super()._load_from_state_dict(state, prefix, *args)
 
 
@@ -185,7 +214,7 @@ def to_fp8(x):
 
 
 def multiply_fp8(x, linear):
-    """Compute what gpu/fp8.py does, on any device and in any dtype, but slowly, in float32: products are exact."""
+    """Multiply rows of x in e4m3, each with a scale, on any device and in any dtype: slowly, but products are exact."""
     weight, scales, _ = linear.stored()
     if weight.dtype != torch.float8_e4m3fn:
         return multiply_floats(x, linear)

@@ -6,9 +6,9 @@ arguments and computes the same faster. It stands in for the plain function only
 -   The source is what the kernel was made for: that of the plain function and of the project's functions that it calls.
     digests.json has a digest of each, and use() compares them when a model is loaded.
 -   None of these functions was replaced since, as in model.attend = my_attend. Each pass of a model, or each call that
-    is part of none, compares their code by identity.
+    is part of none, compares their code.
 -   The kernel knows the modules and tensors of this call. It checks their types, hooks, biases and shapes itself, and
-    returns None where there is anything else. So whatever a kernel does not know makes it stand back.
+    returns None where there is anything else; an error that it raises makes it stand back as well, with a line.
 -   No gradient is asked for, since kernels have none.
 
 Otherwise the plain function runs, and if somebody changed something, one line says so.
@@ -50,6 +50,7 @@ class Kernel(NamedTuple):
     about: str  # what it gains, e.g. "few rows are about twice as fast"
     calls: tuple[str, ...] = ()  # plain functions of submodules that it stands in for as well: "model.Linear.forward"
     compiles: bool = True  # whether it stands in in compiled code as well
+    may_refuse: bool = True  # whether the plain function may run after it has failed
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,6 +65,7 @@ class ReadyKernel:
     known: tuple  # their code as it was
     owner: type | None  # the class of its module, if the plain function calls other methods of that
     methods: frozenset  # their names
+    classes: list  # of the modules that are called
     is_current: bool = False  # whether no function was replaced, in the pass that is under way
 
 
@@ -76,9 +78,14 @@ def plain(function):
     @functools.wraps(function)
     def call(*arguments, **named):
         for ready in call.kernels:
-            usable = ready.is_current if in_pass else may_stand_in(ready, arguments)
+            usable = (
+                ready.is_current and not torch.is_grad_enabled() if in_pass else may_stand_in(ready, arguments, named)
+            )
             if usable and (ready.owner is None or has_known_methods(ready, arguments[0])):
-                result = ready.function(*arguments, **named)
+                try:
+                    result = ready.function(*arguments, **named)
+                except REFUSALS as error:
+                    result = refusal(ready, error)
                 if result is not None:
                     return result
         return call.__wrapped__(*arguments, **named)  # looked up at the call, so that a notebook may reload it
@@ -87,31 +94,46 @@ def plain(function):
     return call
 
 
-def one_pass(forward):
-    """Mark the forward pass of a whole model: functions are compared once for all of its layers (a decorator)."""
-
-    @functools.wraps(forward)
-    def call(*arguments, **named):
-        global in_pass
-        if in_pass or torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return call.__wrapped__(*arguments, **named)
-        for function in used:
-            for ready in function.kernels:
-                ready.is_current = is_current(ready)
-        in_pass = True
-        try:
-            return call.__wrapped__(*arguments, **named)
-        finally:
-            in_pass = False
-
-    return call
+# what a kernel raises for what it does not know and did not check, such as a cache in another order
+REFUSALS = RuntimeError, IndexError, TypeError, AttributeError, KeyError
 
 
-def may_stand_in(ready, arguments):
+def refusal(ready, error):
+    """Say that a kernel stands back because of an error. Raises the error again if the kernel may not."""
+    if not ready.kernel.may_refuse or isinstance(error, torch.OutOfMemoryError):
+        raise error
+    say_once(f"{off(ready.kernel)}: it does not know what it got, {type(error).__name__} {str(error).splitlines()[:1]}")
+
+
+def begin_pass():
+    """Begin the pass of a whole model, for whose layers functions are compared once; return whether this began one."""
+    global in_pass
+    if in_pass or torch.compiler.is_compiling() or torch.is_grad_enabled() or has_transforms():
+        return False
+    for function in used:
+        for ready in function.kernels:
+            ready.is_current = is_current(ready)
+    in_pass = True
+    return True
+
+
+begin_pass._dynamo_marked_constant = True  # see is_current_when_compiling
+
+
+def end_pass(begun):
+    """End a pass, if begin_pass returned that it began one."""
+    global in_pass
+    if begun:
+        in_pass = False
+
+
+def may_stand_in(ready, arguments, named):
     """Return whether none of the functions was replaced, and no gradient is asked for."""
+    if ready.kernel.may_refuse and torch.is_grad_enabled() and needs_gradient((*arguments, *named.values())):
+        return False  # all others are collectives, which have a gradient
     if torch.compiler.is_compiling():
-        return ready.kernel.compiles and is_still_current(ready)
-    return is_current(ready) and not (torch.is_grad_enabled() and needs_gradient(arguments))
+        return ready.kernel.compiles and is_current_when_compiling(ready)
+    return is_current(ready) and not has_transforms()
 
 
 def has_known_methods(ready, module):
@@ -126,7 +148,7 @@ def is_current(ready):
     """Return whether none of the functions that a kernel stands in for was replaced; say which, if any."""
     try:
         if ready.current(ready.namespaces) == ready.known:
-            return True
+            return calls_are_plain(ready)
     except AttributeError:  # something without code was put in a function's place
         pass
     known = ready.known[-len(ready.calls) :]
@@ -136,12 +158,34 @@ def is_current(ready):
     return False
 
 
-def is_still_current(ready):
+def is_current_when_compiling(ready):
     return is_current(ready)
 
 
 # what torch.compiler.assume_constant_result does, which imports the compiler
-is_still_current._dynamo_marked_constant = True
+is_current_when_compiling._dynamo_marked_constant = True
+
+
+MODULE_CALL = nn.Module.__call__
+
+
+def calls_are_plain(ready):
+    """Return whether calling a module is what PyTorch makes of it: no hooks of all modules, and no modes."""
+    plain_calls = all(kind.__call__ is MODULE_CALL for kind in ready.classes)
+    if plain_calls and not has_global_hooks() and not torch._C._len_torch_function_stack():
+        return True
+    say_once(f"modules have global hooks, a __call__ or a function mode: {off(ready.kernel)}", key="calls")
+    return False
+
+
+def has_global_hooks():
+    """Return whether there are hooks of all modules, which a kernel for several modules would not call."""
+    return bool(nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks)
+
+
+def has_transforms():
+    """Return whether a transform of torch.func, or forward-mode differentiation, is under way."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def code_of(call):
@@ -152,14 +196,13 @@ def code_of(call):
 
 
 def needs_gradient(arguments):
-    """Return whether autograd, or a transform of torch.func, follows an argument or a parameter of a module."""
-    if torch._C._are_functorch_transforms_active():
-        return True
+    """Return whether autograd follows an argument, a tensor of a tuple, or a parameter of a module."""
     for argument in arguments:
         if isinstance(argument, nn.Module):
-            if any(parameter.requires_grad for parameter in argument.parameters()):
-                return True
-        elif isinstance(argument, torch.Tensor) and argument.requires_grad:
+            tensors = argument.parameters()
+        else:
+            tensors = argument if isinstance(argument, tuple | list) else (argument,)
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
             return True
     return False
 
@@ -179,6 +222,7 @@ def say_once(text, key=None):
         say(text)
 
 
+say_once._dynamo_marked_constant = True  # so that traced code may call it
 said = set()  # the keys of say_once
 used = []  # the plain functions that have kernels
 
@@ -224,22 +268,37 @@ def is_unchanged(name):
 
 
 def fingerprint(model):
-    """Return a value that an edit of a model in this process changes.
+    """Return what an edit of a model in this process changes; what was compiled or captured before does not know of it.
 
-    That is an edit of its modules' types, parameters, hooks and attributes, or of a function in the files that define
-    their classes. What was compiled or captured before an edit does not have it.
+    That is its modules' types, tensors, hooks and attributes, its collectives, and the functions in the files that
+    define their classes. Two fingerprints are compared by same_fingerprint.
     """
-    parts, files = [], set()
+    files = {sys.modules[type(model.comm).__module__]}
+    parts = [type(model.comm), MODULE_CALL, *vars(torch.nn.functional).values()]
+    parts += [*nn.modules.module._global_forward_hooks.values(), *nn.modules.module._global_forward_pre_hooks.values()]
     for module in model.modules():
-        names = [name for name in module.__dict__ if name != "comm"]  # lanes have a new one in each pass
-        values = [value for name in names if (value := module.__dict__[name]) is not None]
-        hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
-        parts += [type(module), *map(id, (*values, *hooks, *module._parameters.values(), *module._modules.values()))]
+        names = [name for name in module.__dict__ if name != "comm" or module is model]  # lanes get one in each pass
+        parts += [type(module), *(module.__dict__[name] for name in names)]
+        parts += [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._modules.values()]
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            parts += [tensor] if tensor is None else [tensor, tensor.data_ptr(), tensor.dtype, tensor.shape]
         files.add(sys.modules[type(module).__module__])
     for file in files:
         scopes = [file, *(value for value in vars(file).values() if inspect.isclass(value))]
-        parts += [underlying(value) for scope in scopes for value in vars(scope).values() if callable_in_project(value)]
+        functions = [value for scope in scopes for value in vars(scope).values() if callable_in_project(value)]
+        parts += [getattr(underlying(value), "__code__", value) for value in functions]
     return parts
+
+
+def same_fingerprint(a, b):
+    """Return whether two fingerprints are of the same model: numbers are compared by value, all else by identity."""
+    by_value = int, float, str, tuple, torch.Size
+    return len(a) == len(b) and all(x is y or (type(x) in by_value and x == y) for x, y in zip(a, b, strict=True))
+
+
+def has_hooks(model):
+    """Return whether any module of a model has a hook, which runs Python in each pass."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def in_use():
@@ -360,7 +419,7 @@ def digest(value):
 
 def make_ready(kernel, calls):
     """Return the ReadyKernel of a Kernel."""
-    others = [call for call in calls if call.name != kernel.name]
+    others = [call for call in calls if call.name != kernel.name or hasattr(call.function, "__wrapped__")]
     namespaces = types.SimpleNamespace()
     paths = ["__class__", "__class__"]  # of two or more paths attrgetter makes a tuple
     for i, call in enumerate(others):
@@ -370,6 +429,10 @@ def make_ready(kernel, calls):
         paths.append(f"of{i}.{call.attribute}{wrapped}{code}")
     current = attrgetter(*paths)
     owner = pkgutil.resolve_name(kernel.name.rpartition(".")[0])
-    methods = frozenset(call.attribute for call in others if call.namespace is owner and inspect.isclass(owner))
+    helpers = [call for call in others if call.name != kernel.name and call.namespace is owner]
+    methods = frozenset(call.attribute for call in helpers if inspect.isclass(owner))
     owner = owner if methods else None
-    return ReadyKernel(kernel, kernel.function, others, current, namespaces, current(namespaces), owner, methods)
+    scopes = [call.namespace for call in calls if inspect.isclass(call.namespace)]
+    classes = [scope for scope in scopes if issubclass(scope, nn.Module)]
+    known = current(namespaces)
+    return ReadyKernel(kernel, kernel.function, others, current, namespaces, known, owner, methods, classes)

@@ -26,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder.errors import InputError
-from ladder.kernels.registry import plain
+from ladder.kernels.registry import has_global_hooks, plain
 from ladder.layers.attention_inputs import rotate, unpaired
 from ladder.layers.norms import RMSNorm
 from model import Linear
@@ -107,8 +107,9 @@ class LatentAttention(nn.Module):
     def absorbs(self, queries):
         """Return whether so many queries attend to latents. What hooks or wraps wkv_b runs only where it is called."""
         weight_alone = type(self.wkv_b) is Linear and self.wkv_b.bias is None
-        hooks = weight_alone and (self.wkv_b._forward_hooks or self.wkv_b._forward_pre_hooks)
-        return weight_alone and not hooks and queries <= self.most_absorbed
+        if not weight_alone or self.wkv_b._forward_hooks or self.wkv_b._forward_pre_hooks or has_global_hooks():
+            return False
+        return "forward" not in self.wkv_b.__dict__ and queries <= self.most_absorbed
 
     @plain
     def attend_to_latents(self, q, cached, metadata):

@@ -5,7 +5,6 @@ Shape letters: B batch, S sequence, D dim, E experts, k experts of a token.
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from ladder.errors import InputError
 from ladder.layers.experts import Experts
@@ -40,7 +39,7 @@ class MoE(nn.Module):
         if self.score_kind == "softmax":
             logits = self.router(tokens).float()
         else:
-            logits = F.linear(tokens.float(), self.router.weight.float())
+            logits = self.router(tokens.to(self.router.weight.dtype)).float()  # the weight is float32: stays_float32
         scores = ROUTERS[self.score_kind](logits)
         ranked = scores if self.expert_bias is None else scores + self.expert_bias.float()
         if self.groups:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ladder.errors import InputError, first_line
+from ladder.kernels import ordered  # noqa: F401, defines torch.ops.ladder.settle and gather
 from ladder.kernels.cpp import load_operators
 from ladder.ranks.group import new_name
 

@@ -26,6 +26,7 @@ FEW_FLOATS = 8  # up to so many rows, PyTorch's own bfloat16 is as fast as its f
 
 
 BF16 = torch.bfloat16
+TENSORS = nn.Parameter, torch.Tensor  # and not a subclass, whose functions may be others
 
 
 def is_bf16(x):
@@ -53,7 +54,9 @@ def matrix_of(module, name):
         if kind is Linear:
             parameters = linear._parameters
             weight = parameters["weight"]
-            return weight, 16, parameters["bias"], *weight.shape
+            if type(weight) in TENSORS:
+                return weight, 16, parameters["bias"], *weight.shape
+            return None
     tell_change(module, name)
     return None
 
@@ -74,17 +77,17 @@ def linear(self, x):
     weight = parameters.get("weight")
     if not is_bf16(x) or x.numel() > skinny_gemm.SKINNY_ROWS * x.shape[-1] or weight is None:
         return None
-    if weight.dtype is not torch.bfloat16 or weight.dim() != 2:
+    if weight.dtype is not BF16 or type(weight) not in TENSORS or weight.dim() != 2 or "bias" not in parameters:
         return None
     y = torch.ops.ladder.skinny_gemm(x, weight)
-    bias = parameters.get("bias")
+    bias = parameters["bias"]
     return y if bias is None else y + bias
 
 
 def linear_in_float32(self, x):
     """Multiply in float32, since PyTorch's many rows in bfloat16 are slow where oneDNN has no bfloat16."""
     weight = self._parameters.get("weight")
-    if not is_bf16(x) or x.numel() <= FEW_FLOATS * x.shape[-1] or weight is None or weight.dtype != torch.bfloat16:
+    if not is_bf16(x) or x.numel() <= FEW_FLOATS * x.shape[-1] or weight is None or weight.dtype is not BF16:
         return None
     rows, pieces = x.float(), weight.split(max(1, DEQUANTIZED_AT_ONCE // weight.shape[1]))
     return add_bias(torch.cat([F.linear(rows, piece.float()) for piece in pieces], -1).type_as(x), self)
@@ -116,7 +119,7 @@ def feed_forward(self, x):
     if gate is None or up is None or down is None:
         return None
     weight, bits, bias, N, K = gate
-    if bits != up[1] or bits != down[1] or bias is not None or up[2] is not None:
+    if bits != up[1] or bits != down[1] or bias is not None or up[2] is not None or up[3] != N:
         return None
     if x.numel() > K and x.numel() > most_rows(bits) * K:
         return None
@@ -136,16 +139,16 @@ def attend(q, k, v, mask=None, score_cap=None, sinks=None):
 
 def rotate_into_cache(q, k, v, rope, metadata, cache):
     """Rotate, and write to the cache, in one operator. The compiler makes one, too."""
-    if rope is None or rope[0].dtype is not torch.float32 or not is_bf16(q):
+    if not rope or rope[0].dtype is not torch.float32 or not is_bf16(q):
         return None
-    (B, K, _, S, H), rows, positions = k.shape, metadata.rows, metadata.positions
+    (B, K, _, S, H), v = k.shape, v.squeeze(2)
     if cache is None:
-        cache, rows, positions = k.new_empty(2, B, K, S, H), torch.arange(B), torch.arange(S).expand(B, -1)
-    keys, values = cache
-    q = torch.ops.ladder.rotate_into_cache(q, k.squeeze(2), v.squeeze(2), *rope, rows, positions, keys, values)
-    if metadata.mask is None or len(keys) == B and keys.shape[2] == S:  # each row begins at position 0
-        return q, keys[:, :, :S], values[:, :, :S]
-    return q, keys[rows, :, positions].transpose(1, 2), v.squeeze(2)
+        rows, positions = torch.arange(B), torch.arange(S).expand(B, -1)
+        keys, values = k.new_empty(2, B, K, S, H)
+        return torch.ops.ladder.rotate_into_cache(q, k.squeeze(2), v, *rope, rows, positions, keys, values), keys, v
+    rows, positions, (keys, values) = metadata.rows, metadata.positions, cache
+    q = torch.ops.ladder.rotate_into_cache(q, k.squeeze(2), v, *rope, rows, positions, keys, values)
+    return q, keys[rows, :, positions].transpose(1, 2), v
 
 
 def attention(self, x, metadata, cache):
@@ -300,7 +303,7 @@ FOR_EXPERTS = [
         f"{EXPERTS}.Experts.forward",
         experts,
         "each chosen expert is read once",
-        (f"{EXPERTS}.experts", quant_kernels.STORED),
+        (f"{EXPERTS}.multiply", f"{EXPERTS}.experts", quant_kernels.STORED),
     ),
 ]
 

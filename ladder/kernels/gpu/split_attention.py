@@ -44,6 +44,8 @@ def attend(q, k, v, mask=None, score_cap=None, sinks=None):
     few = q.is_cuda and torch.compiler.is_compiling() and q.shape[3] <= FEW_POSITIONS
     if not few or mask is None or score_cap or q.shape[-1] % 16:
         return None
+    if mask.dtype is not torch.bool or mask.shape[:2] != (q.shape[0], q.shape[3]):
+        return None
     return split_attend(q, k, v, mask, sinks).reshape(q.shape)
 
 
