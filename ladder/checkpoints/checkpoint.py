@@ -28,7 +28,8 @@ STORED_DTYPES = {  # {what a safetensors file calls a dtype: the dtype}
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 LFS_POINTER = "version https://git-lfs."  # how a pointer begins, which stands for a file that is not pulled yet
 MERGE = "merge it: peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
@@ -142,7 +143,7 @@ def read_config(folder):
 
 
 def shards(index):
-    """Return {path of a file: names of its tensors} of an index. Raises InputError unless they are plain files beside it.
+    """Return {path of a file: names of its tensors} of an index. Raises InputError unless they are files beside it.
 
     Other tensors in these files, such as one that another file replaces, are not the model's.
     """

@@ -43,7 +43,8 @@ def check_vocabulary(config, folder, other, other_folder, called, any_padding=Fa
     their tokenizers have tokens, each as many as it likes (Qwen 2.5 has 151,936 in small models and 152,064 in others).
     """
     error = f"{called} has another vocabulary"
-    ours, theirs = (path and load_tokenizer(path, c.vocab_size) for path, c in ((folder, config), (other_folder, other)))
+    ours = folder and load_tokenizer(folder, config.vocab_size)
+    theirs = other_folder and load_tokenizer(other_folder, other.vocab_size)
     both = ours and theirs
     if other.vocab_size != config.vocab_size and not (any_padding and both and ours.vocab_size == theirs.vocab_size):
         raise InputError(f"{error}, of {other.vocab_size:,} tokens, and the model's {config.vocab_size:,}")

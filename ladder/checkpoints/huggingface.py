@@ -114,7 +114,7 @@ def rope_of(values, default):
             kinds = ("rope_type", "type") if len(given) > 1 else ()  # "default" in one place is no scaling of its own
             settings = {name: value for name, value in settings.items() if name not in kinds or value != "default"}
             if differ := sorted(name for name in settings if rope.get(name, settings[name]) != settings[name]):
-                raise InputError(f"rope_parameters and rope_scaling have another {differ[0]!r}: keep the one that holds")
+                raise InputError(f"rope_parameters and rope_scaling have another {differ[0]!r}: keep what holds")
             rope = rope | settings
     kinds = sorted({rope[name] for name in ("rope_type", "type") if rope.get(name) not in (None, "su")})
     if len(kinds) > 1:

@@ -233,8 +233,10 @@ def with_points(kind, parts, stored, q, points, K, bits, settings, symmetric=Fal
         return -s * z
 
     groups, index = torch.arange(K) // size, parts[index]() if index in parts else None
-    if index is not None and (index.is_floating_point() or index.amin() < 0):
-        raise InputError("columns' groups are whole numbers, from 0")
+    if index is not None and (
+        index.is_floating_point() or index.shape != (K,) or not 0 <= index.amin() <= index.amax() < G
+    ):
+        raise InputError(f"columns' groups are {K} whole numbers from 0 to {G - 1}")
     if index is None or torch.equal(index, groups):  # act-order that changes nothing
         index = None if size * G == K else groups
     return affine(kind, q, scales, zeros, K, G, bits, index if index is None else index.long())
@@ -295,7 +297,7 @@ def packed(parts, settings):
 
     def stored():
         s = parts["weight_scale"]()
-        return s.reshape(len(s) if s.dim() else 1, -1).expand(N, -1)
+        return s.expand(N, 1) if s.numel() == 1 else s.reshape(len(s), -1)
 
     def points():
         if "weight_zero_point" not in parts:
@@ -352,6 +354,11 @@ def mxfp4(parts, settings):
     """gpt-oss's: blocks (E, N, K / 32, 16) of two numbers in a byte, scales (E, N, K / 32), exponents of 2."""
     if {parts["blocks"]().dtype, parts["scales"]().dtype} - {torch.uint8, torch.float8_e8m0fnu}:
         raise InputError("MXFP4 has blocks and scales of bytes")
+    shape, of_scales = parts["blocks"]().shape, parts["scales"]().shape
+    if shape[-1:] != (16,) or of_scales != shape[:-1]:
+        raise InputError(
+            f"MXFP4 has blocks (E, N, K / 32, 16) and scales (E, N, K / 32), not {(*shape,)}, {(*of_scales,)}"
+        )
 
     def floats():
         blocks, table = parts["blocks"](), torch.tensor([*FP4, *(-x for x in FP4)])

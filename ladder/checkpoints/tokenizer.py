@@ -11,7 +11,7 @@ from ladder.errors import InputError, first_line
 
 TEMPLATE_FILES = "chat_template.jinja", "chat_template.json"
 SETTINGS_FILES = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", *TEMPLATE_FILES
-VOCABULARY_FILES = "tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json"  # the first one in a folder is read
+VOCABULARY_FILES = "tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json"  # the first one is read
 FLAGS = "special", "lstrip", "rstrip", "single_word", "normalized"  # of an added token
 
 
@@ -113,7 +113,8 @@ class SplittingTokenizer(Tokenizer):
     def decode(self, ids):
         text, shown = "", (i for i in ids if i not in self.hidden)
         for is_added, run in groupby(shown, self.names.__contains__):
-            text += "".join(map(self.names.get, run)) if is_added else self.decode_text([*run], first=not text)
+            tokens = [*run]
+            text += "".join(map(self.names.get, tokens)) if is_added else self.decode_text(tokens, first=not text)
         return text
 
     def token_id(self, text):

@@ -33,7 +33,7 @@ def parse_generation_flags(description, argv=None):
     add_model_flags(g, required=True)
     words = 'torch.compile the decode step, with "all" the prefill too; on a CPU it takes a minute and gains a little'
     g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
-    words = "run the functions of model.py as written, without kernels in their place; also $LADDER_PLAIN=1"
+    words = "run the functions of model.py as written, without faster kernels in their place; also $LADDER_PLAIN=1"
     g.add_argument("--plain", action="store_true", help=words)
     add_rank_flags(g, sharded=True)
     add_wiring_flags(p)
