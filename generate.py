@@ -68,7 +68,7 @@ def load_model(config, folder, dtype, world):
         model = load_weights(config, weights, dtype, world.device, world.rank, world.shares)
     progress.at("preparation", timed=False)  # for ladder/ranks/watch.py: to wait for slower ranks now is no hang
     if world.device.type == "cpu":
-        from ladder.kernels.cpu.stand_ins import use_kernels
+        from ladder.kernels.cpu.loading import use_kernels
 
         use_kernels(model)
         if config.quant == "fp8":

@@ -255,9 +255,12 @@ def residual_loop(x, sublayers, comm, config):
 
 def interleave(loops):
     """Run loops in turns, so that one computes while another's all-reduce travels; return the last x of each."""
-    xs = ()
-    for xs in zip(*loops, strict=True):  # noqa: B007  a round advances each loop to its next yield
-        pass
+    xs, begun = (), begin_pass()  # which kernels may stand in is found out once for all layers
+    try:
+        for xs in zip(*loops, strict=True):  # noqa: B007  a round advances each loop to its next yield
+            pass
+    finally:
+        end_pass(begun)
     return xs
 
 
@@ -605,13 +608,9 @@ class Transformer(nn.Module):
         each row's last token, which is followed by padding; -1 for a row that ended in an earlier chunk. splits: into
         how many parts to cut the sequence; more than 1 need a cache.
         """
-        begun = begin_pass()  # finds out once for all layers which kernels may stand in
-        try:
-            # usually there is one part, hence one loop: embed, residual_loop over all sublayers, head
-            loops = self.split_loops(tokens, positions, cache, cache_length, last_index, splits)
-            return self.head(torch.cat(interleave(loops), dim=1), last_index)
-        finally:
-            end_pass(begun)
+        # usually there is one part, hence one loop: embed, residual_loop over all sublayers, head
+        x = torch.cat(interleave(self.split_loops(tokens, positions, cache, cache_length, last_index, splits)), dim=1)
+        return self.head(x, last_index)
 
     def split_loops(self, tokens, positions, cache, cache_length, last_index, splits):
         """Yield the loop of each part of the sequence; the arguments are those of forward.

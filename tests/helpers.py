@@ -221,7 +221,7 @@ def greedy_tokens(net, ids, count, end=None):
 @contextlib.contextmanager
 def counted_kernels():
     """A Counter of how often each kernel stands in, by the name of its plain function, of those that are in use now."""
-    counts, before = collections.Counter(), [(function, function.kernels) for function in registry.in_use()]
+    counts, before = collections.Counter(), [(function, function.kernels) for function in registry.used]
 
     def counted(kernel):
         def run(*arguments, **named):

@@ -23,7 +23,7 @@ import generate
 import model
 from ladder.checkpoints import checkpoint
 from ladder.kernels import compilers, compiling, cpp, quant_linear, registry
-from ladder.kernels.cpu import skinny_gemm, stand_ins
+from ladder.kernels.cpu import loading, skinny_gemm, stand_ins
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.ranks.world import World
 from model import Linear, rotate_into_cache
@@ -372,7 +372,7 @@ def test_attention_in_a_window_without_a_cache():
     """There v is a view, with strides that the kernel does not take. Only bfloat16 has such kernels."""
     net = random_model(dataclasses.replace(BASE, head_dim=64, sliding_window=3, window_layers=(0, 2)))
     compiling.use_decode_kernels(net)
-    assert not registry.in_use()
+    assert not registry.used
     net, (tokens, _) = net.bfloat16(), unequal_rows(BASE)
     with torch.inference_mode():
         expected = net(tokens[:, :8])
@@ -395,7 +395,7 @@ UNBUILT = [
 def test_without_what_cannot_be_built_pytorchs_kernels_run_and_one_line_says_why(
     environment, message, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(stand_ins, "is_built", functools.cache(stand_ins.is_built.__wrapped__))
+    monkeypatch.setattr(loading, "is_built", functools.cache(loading.is_built.__wrapped__))
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
     monkeypatch.delenv("HOME", raising=False)
@@ -428,12 +428,12 @@ def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant, capsys):
     net = generate.load_model(config, None, "float32", WORLD)
     said = capsys.readouterr().err
     assert said == "int4 in float32 has no kernels: bfloat16 is many times faster\n" * (quant == "int4")
-    assert not registry.in_use() and type(net.output) is kind
+    assert not registry.used and type(net.output) is kind
 
 
 def test_many_rows_are_multiplied_in_float32_where_nothing_else_is_fast(monkeypatch):
     """With no compiler and no oneDNN for bfloat16; rows with a bias, in pieces of the weights."""
-    monkeypatch.setattr(stand_ins, "is_built", lambda: False)
+    monkeypatch.setattr(loading, "is_built", lambda: False)
     monkeypatch.setattr(skinny_gemm, "HAS_ONEDNN_BF16", False)
     monkeypatch.setattr(stand_ins, "DEQUANTIZED_AT_ONCE", 700)
     config = dataclasses.replace(BASE, qkv_bias=True, mlp_bias=True)
@@ -442,7 +442,7 @@ def test_many_rows_are_multiplied_in_float32_where_nothing_else_is_fast(monkeypa
     for weight in net.parameters():  # not .to(): the rope frequencies stay float32
         weight.data = weight.data.bfloat16()
     plain = last_logits(net, tokens, lengths)
-    stand_ins.use_kernels(net)
+    loading.use_kernels(net)
     with counted_kernels() as counts:
         logits = last_logits(net, tokens, lengths)
     assert counts["model.Linear.forward"]
@@ -516,11 +516,11 @@ def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, ca
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.setattr(compilers, "ON_ARM", False)
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
-    monkeypatch.setattr(stand_ins, "is_built", functools.cache(stand_ins.is_built.__wrapped__))
+    monkeypatch.setattr(loading, "is_built", functools.cache(loading.is_built.__wrapped__))
     net, (tokens, lengths) = random_model(BASE).bfloat16(), unequal_rows(BASE)
     plain = last_logits(net, tokens, lengths)
     compiling.use_decode_kernels(net)
-    assert "model.Attention.forward" not in [kernel.kernel.name for f in registry.in_use() for kernel in f.kernels]
+    assert "model.Attention.forward" not in [kernel.kernel.name for f in registry.used for kernel in f.kernels]
     line = "skinny_gemm.cpp knows no such processor or system: PyTorch's kernels, slower\n"
     assert capsys.readouterr().err == line
     assert torch.equal(last_logits(net, tokens, lengths), plain)

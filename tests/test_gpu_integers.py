@@ -94,5 +94,5 @@ def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, dtype, 
         monkeypatch.setitem(quant_kernels.PACKERS, key, lambda linears, key=key: calls.append((*key, linears)))
     assert generate.load_model(config, None, dtype, World(0, 1, torch.device(device))) is loaded
     assert calls == [(quant, device, [linear])] * (used and quant == "int4")  # integers of 8 bits are read as stored
-    names = [ready.kernel.function.__name__ for function in registry.in_use() for ready in function.kernels]
+    names = [ready.kernel.function.__name__ for function in registry.used for ready in function.kernels]
     assert names == ["multiply_packed", "multiply_int8", "multiply_fp8"] * used

@@ -143,7 +143,7 @@ def write_gguf(folder, model, kind, name="a model", architecture="llama", mark=M
     gguf_tokenizer.write_tokenizer(values | {"general.name": name, "general.architecture": architecture}, folder)
 
 
-@pytest.mark.parametrize("kind, special", [(gguf_tokenizer.CONTROL, True), (gguf_tokenizer.USER, False)])
+@pytest.mark.parametrize("kind, special", [(gguf_tokenizer.CONTROL, True), (gguf_tokenizer.USER_DEFINED, False)])
 @pytest.mark.parametrize("architecture, name", [("llama", "a model"), ("phi3", "a model"), ("llama", "Phi-3 mini")])
 @pytest.mark.parametrize("space", [True, False])
 def test_types_of_gguf_are_flags(kind, special, architecture, name, space, sentencepiece_model, tmp_path):
@@ -171,7 +171,7 @@ def test_types_of_gguf_are_flags(kind, special, architecture, name, space, sente
             assert ours.decode(ids) == peer.decode(ids, skip_special_tokens=True), text
 
 
-@pytest.mark.parametrize("kind", [gguf_tokenizer.NORMAL, gguf_tokenizer.USER])
+@pytest.mark.parametrize("kind", [gguf_tokenizer.NORMAL, gguf_tokenizer.USER_DEFINED])
 def test_an_end_in_a_gguf_file_is_special_whatever_its_type(kind, sentencepiece_model, tmp_path):
     write_gguf(tmp_path, sentencepiece_model, kind, mark="<|im_end|>")
     ours = load_tokenizer(tmp_path)

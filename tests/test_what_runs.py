@@ -137,7 +137,7 @@ def test_a_function_that_was_edited_in_its_file_runs_as_written(name, monkeypatc
     assert name in known
     monkeypatch.setattr(registry.json, "loads", lambda text: {**known, name: "another"})
     net = load()
-    without = {ready.kernel.name for function in registry.in_use() for ready in function.kernels}
+    without = {ready.kernel.name for function in registry.used for ready in function.kernels}
     assert name not in without and "ladder.layers.norms.RMSNorm.forward" in without
     assert f"{name} was changed: it runs as written" in capsys.readouterr().err
     with counted_kernels() as counts:
@@ -556,7 +556,7 @@ def test_a_tied_head_in_integers_stays_its_table():
 def test_plain_runs_nothing_but_what_is_written(monkeypatch):
     monkeypatch.setenv(registry.PLAIN, "1")
     net = load("int8")
-    assert not registry.in_use() and all(m.layout is None for m in quant_linears(net))
+    assert not registry.used and all(m.layout is None for m in quant_linears(net))
     plain = logits(net)
     monkeypatch.delenv(registry.PLAIN)
     assert (logits(load("int8")) - plain).norm() < 0.03 * plain.norm()

@@ -12,7 +12,7 @@ from ladder.checkpoints.families import NESTED
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
-from ladder.kernels.cpu.stand_ins import use_kernels
+from ladder.kernels.cpu.loading import use_kernels
 from ladder.ranks import launch
 from tp import load_shard
 

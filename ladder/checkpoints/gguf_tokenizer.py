@@ -3,6 +3,7 @@
 import json
 import struct
 
+from ladder.checkpoints.tokenizer import CONTROL, UNKNOWN, USER_DEFINED
 from ladder.errors import InputError
 
 WORDS = (  # a pre-tokenizer's pattern, without what follows \\p{N}
@@ -22,8 +23,12 @@ SPLITS = {  # tokenizer.ggml.pre: a pattern; or digits one by one, or not, then 
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"), **dict.fromkeys(("gpt-2", "olmo"), ""),
 }  # fmt: skip
 WHOLE = "llama-bpe", "llama3", "llama-v3", "pixtral", "tekken"  # pre-tokenizers that begin a text with BOS
-NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6  # types of tokens
-ADDED = UNKNOWN, CONTROL, USER  # types that a text is split at; USER tokens in prompts, too, and they are printed
+NORMAL, BYTE = 1, 6  # types of tokens, beside those of tokenizer.py: GGUF's numbers are SentencePiece's
+ADDED = (
+    UNKNOWN,
+    CONTROL,
+    USER_DEFINED,
+)  # a text is split at these; at USER_DEFINED in prompts, too, and those are printed
 END_TOKENS = (  # at which llama.cpp ends a text, whatever else a file says
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>", "<|endoftext|>",
     "<|end_of_text|>", "<|return|>", "<|call|>",
@@ -53,7 +58,9 @@ def write_tokenizer(values, folder):
         return
     types = own.get("token_type", [NORMAL] * len(tokens))
     pairs = zip(tokens, types, strict=True)
-    types = [CONTROL if text in END_TOKENS and kind in (NORMAL, USER) else kind for text, kind in pairs]  # as llama.cpp
+    types = [
+        CONTROL if text in END_TOKENS and kind in (NORMAL, USER_DEFINED) else kind for text, kind in pairs
+    ]  # as llama.cpp
     ids = {name: own[key] for name, key in NAMED.items() if own.get(key, -1) in range(len(tokens))}
     # some files name an ordinary token for padding
     settings = {f"{name}_token": tokens[i] for name, i in ids.items() if name in ("bos", "eos") or types[i] in ADDED}
@@ -77,7 +84,7 @@ def write_tokenizer(values, folder):
 
 def added(text, kind, rstrip=False):
     flags = dict.fromkeys(("single_word", "lstrip", "normalized"), False)
-    return {"content": text, "special": kind != USER, "rstrip": rstrip, **flags}
+    return {"content": text, "special": kind != USER_DEFINED, "rstrip": rstrip, **flags}
 
 
 def byte_level(tokens, types, own):
@@ -117,7 +124,7 @@ def sentencepiece(tokens, types, own, ids):
         return bytes((*out, n))
 
     pieces = b"".join(
-        field(1, field(1, text.encode()) + field(2, float(score)) + field(3, CONTROL if kind == USER else kind))
+        field(1, field(1, text.encode()) + field(2, float(score)) + field(3, CONTROL if kind == USER_DEFINED else kind))
         for text, score, kind in zip(tokens, own["scores"], types, strict=True)
     )
     trainer = field(3, 2) + field(35, BYTE in types)  # BPE, unknown characters as bytes

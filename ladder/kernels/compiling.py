@@ -11,7 +11,7 @@ import torch
 from ladder.decoding.batch import Sampler, pad
 from ladder.errors import InputError
 from ladder.kernels import compilers, registry
-from ladder.kernels.cpu import stand_ins
+from ladder.kernels.cpu import loading
 from ladder.progress import progress
 from model import cache_slots
 
@@ -37,7 +37,7 @@ def prepare(device):
 def use_decode_kernels(model):
     """Let a model use kernels for a decode step. On a CPU generate.load_model has done so already."""
     if model.device.type == "cpu":
-        stand_ins.use_kernels(model)
+        loading.use_kernels(model)
         return
     from ladder.kernels.gpu import split_attention  # late: it imports the compiler
 

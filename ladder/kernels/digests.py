@@ -7,7 +7,8 @@ import json
 import pkgutil
 
 from ladder.kernels import ordered, quant_kernels, registry
-from ladder.kernels.cpu import stand_ins
+from ladder.kernels.cpu import experts as cpu_experts
+from ladder.kernels.cpu import latents, stand_ins
 from ladder.layers import experts
 
 
@@ -15,7 +16,7 @@ def all_kernels():
     """Return the Kernels of all devices."""
     from ladder.kernels.gpu import split_attention  # late: it imports the compiler
 
-    lists = stand_ins.KERNELS, stand_ins.WITHOUT_CPP, stand_ins.FOR_LATENTS, stand_ins.FOR_EXPERTS
+    lists = stand_ins.KERNELS, stand_ins.WITHOUT_CPP, latents.KERNELS, cpu_experts.KERNELS
     lists = *lists, ordered.KERNELS, split_attention.KERNELS, experts.GPU_KERNELS, *quant_kernels.KERNELS.values()
     return [kernel for kernels in lists for kernel in kernels]
 

@@ -5,16 +5,13 @@ import torch
 from ladder.kernels import registry
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.gpu import integers
-from ladder.kernels.quant_linear import QuantLinear, multiply_int8, multiply_packed
+from ladder.kernels.quant_linear import PLAIN_FORWARD, PLAIN_STORED, QuantLinear, multiply_int8, multiply_packed
 from ladder.kernels.registry import Kernel
 
-FORWARD = "ladder.kernels.quant_linear.QuantLinear.forward"
-STORED = "ladder.kernels.quant_linear.QuantLinear.stored"
-PACKED = Kernel(FORWARD, multiply_packed, "integers are read as such, not made floats of", (STORED,))
+PACKED = Kernel(PLAIN_FORWARD, multiply_packed, "integers are read as such, not made floats of", (PLAIN_STORED,))
+INT8 = Kernel(PLAIN_FORWARD, multiply_int8, "a few rows take PyTorch's int8 kernel", (PLAIN_STORED,))
 KERNELS = {  # {set: its Kernels}
-    "cpu": [
-        Kernel(FORWARD, multiply_int8, "a few rows take PyTorch's int8 kernel", (STORED,))
-    ],  # without skinny_gemm.cpp
+    "cpu": [INT8],  # without skinny_gemm.cpp
     "skinny_gemm": [PACKED],
     "cuda": [PACKED, *integers.KERNELS],
 }

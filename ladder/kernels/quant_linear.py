@@ -66,6 +66,8 @@ class Layout(NamedTuple):
         return self  # a kernel knows its Layout by identity
 
 
+# the plain functions for which kernels of integers stand in
+PLAIN_FORWARD, PLAIN_STORED = (f"ladder.kernels.quant_linear.QuantLinear.{name}" for name in ("forward", "stored"))
 STORED = "weight", "scales", "zeros"  # the parameters of a QuantLinear that is not packed
 
 

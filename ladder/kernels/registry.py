@@ -37,6 +37,8 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from ladder.errors import first_line
+
 ROOT = Path(__file__).parents[2]  # of the project, whose functions have digests
 DIGESTS = Path(__file__).with_name("digests.json")  # {"model.attend": digest of its source, ...}
 PLAIN = "LADDER_PLAIN"  # the environment variable that lets no kernel stand in
@@ -78,9 +80,10 @@ def plain(function):
     @functools.wraps(function)
     def call(*arguments, **named):
         for ready in call.kernels:
-            usable = (
-                ready.is_current and not torch.is_grad_enabled() if in_pass else may_stand_in(ready, arguments, named)
-            )
+            if in_pass:
+                usable = ready.is_current and not torch.is_grad_enabled()
+            else:
+                usable = may_stand_in(ready, arguments, named)
             if usable and (ready.owner is None or has_known_methods(ready, arguments[0])):
                 try:
                     result = ready.function(*arguments, **named)
@@ -102,7 +105,7 @@ def refusal(ready, error):
     """Say that a kernel stands back because of an error. Raises the error again if the kernel may not."""
     if not ready.kernel.may_refuse or isinstance(error, torch.OutOfMemoryError):
         raise error
-    say_once(f"{off(ready.kernel)}: it does not know what it got, {type(error).__name__} {str(error).splitlines()[:1]}")
+    say_once(f"{off(ready.kernel)}: it does not know what it got ({type(error).__name__}: {first_line(error)})")
 
 
 def begin_pass():
@@ -151,8 +154,7 @@ def is_current(ready):
             return calls_are_plain(ready)
     except AttributeError:  # something without code was put in a function's place
         pass
-    known = ready.known[-len(ready.calls) :]
-    for call, code in zip(ready.calls, known, strict=False):
+    for call, code in zip(ready.calls, ready.known, strict=False):
         if code_of(call) is not code:
             say_once(f"{call.name} was replaced: it runs as written, and {off(ready.kernel)}", key=call.name)
     return False
@@ -224,7 +226,7 @@ def say_once(text, key=None):
 
 say_once._dynamo_marked_constant = True  # so that traced code may call it
 said = set()  # the keys of say_once
-used = []  # the plain functions that have kernels
+used = {}  # {plain function that has kernels: None}, in their order
 
 # ---- The kernels in use ----------------------------------------------------------------------------------------------
 
@@ -245,7 +247,7 @@ def use(kernels):
             off_for.setdefault(name, []).append(kernel)
         if not changed and hasattr(function, "kernels"):
             function.kernels += (make_ready(kernel, calls),)
-            used.append(function)
+            used[function] = None
     for name, without in off_for.items():
         names = ", ".join(dict.fromkeys(kernel.name for kernel in without))
         gains = "; ".join(dict.fromkeys(kernel.about for kernel in without))
@@ -301,11 +303,6 @@ def has_hooks(model):
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def in_use():
-    """Return the plain functions for which a kernel may stand in."""
-    return list(dict.fromkeys(used))
-
-
 def stop_using():
     """Let no kernel stand in any longer, in this process."""
     for function in used:
@@ -316,7 +313,7 @@ def stop_using():
 @contextlib.contextmanager
 def plain_only():
     """Let no kernel stand in within this block."""
-    before = [(function, function.kernels) for function in in_use()]
+    before = [(function, function.kernels) for function in used]
     stop_using()
     try:
         yield
@@ -324,7 +321,7 @@ def plain_only():
         stop_using()
         for function, kernels in before:
             function.kernels = kernels
-            used.append(function)
+            used[function] = None
 
 
 # ---- What a plain function calls, and its digest ---------------------------------------------------------------------
@@ -361,7 +358,7 @@ def _add_call(calls, namespace, attribute):
     scope = sys.modules[function.__module__]
     owner = getattr(scope, function.__qualname__.rpartition(".")[0], None)  # the class of a method
     with contextlib.suppress(OSError, SyntaxError):  # without a source its digest is unknown, too
-        _add_calls_in(calls, syntax_tree(function), scope, owner)
+        _add_calls_in(calls, syntax_tree(function.__code__), scope, owner)
 
 
 def _add_calls_in(calls, tree, scope, owner):
@@ -395,9 +392,10 @@ def underlying(value):
     return inspect.unwrap(value) if inspect.isfunction(value) else value
 
 
-def syntax_tree(function):
-    """Return the syntax tree of a function without docstrings and @plain. Raises OSError where there is no source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+@functools.cache  # kernels have functions in common
+def syntax_tree(code):
+    """Return the syntax tree of a function's code without docstrings and @plain. Raises OSError if it has no source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     definition = tree.body[0]
     if isinstance(definition, ast.FunctionDef):
         definition.decorator_list = [d for d in definition.decorator_list if ast.unparse(d) != "plain"]
@@ -411,7 +409,7 @@ def digest(value):
     """Return the digest of a function's source, comments, docstrings and layout aside, or of a constant."""
     function = underlying(value)
     try:
-        text = ast.unparse(syntax_tree(function)) if inspect.isfunction(function) else repr(function)
+        text = ast.unparse(syntax_tree(function.__code__)) if inspect.isfunction(function) else repr(function)
     except (OSError, SyntaxError):  # a function without a file, such as a lambda that was typed in
         return "unknown"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -421,13 +419,13 @@ def make_ready(kernel, calls):
     """Return the ReadyKernel of a Kernel."""
     others = [call for call in calls if call.name != kernel.name or hasattr(call.function, "__wrapped__")]
     namespaces = types.SimpleNamespace()
-    paths = ["__class__", "__class__"]  # of two or more paths attrgetter makes a tuple
+    paths = []
     for i, call in enumerate(others):
         setattr(namespaces, f"of{i}", call.namespace)
         code = ".__code__" if inspect.isfunction(call.function) else ""
         wrapped = ".__wrapped__" if hasattr(call.function, "__wrapped__") else ""
         paths.append(f"of{i}.{call.attribute}{wrapped}{code}")
-    current = attrgetter(*paths)
+    current = attrgetter(*paths, "__class__", "__class__")  # of two or more paths it makes a tuple
     owner = pkgutil.resolve_name(kernel.name.rpartition(".")[0])
     helpers = [call for call in others if call.name != kernel.name and call.namespace is owner]
     methods = frozenset(call.attribute for call in helpers if inspect.isclass(owner))

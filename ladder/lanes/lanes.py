@@ -8,7 +8,6 @@ import torch
 import torch.nn as nn
 
 from ladder.errors import InputError
-from ladder.kernels.registry import begin_pass, end_pass
 from ladder.progress import progress
 from model import SingleDevice, interleave
 from tp import load_shard, split_range
@@ -79,22 +78,16 @@ class Lanes(nn.Module):
 
     def forward(self, tokens, positions=None, cache=None, cache_length=None, last_index=None, splits=1):
         """Return the logits of all lanes' parts of the vocabulary, side by side; the arguments: Transformer.forward."""
-        begun = begin_pass()
-        try:
-            n = len(self.lanes)
-            sums = LaneSums(self.comm, n, self.config.fixed_lanes or self.comm.tp_size)
-            loops, layers = [], self.config.n_layers
-            for i, lane in enumerate(self.lanes):
-                lane.comm, lane.config = sums, self.config
-                lane_cache = cache and cache[i * layers : (i + 1) * layers]
-                loops.append(lane.split_loops(tokens, positions, lane_cache, cache_length, last_index, splits))
-            xs = interleave(
-                chain.from_iterable(zip(*loops, strict=True))
-            )  # ordered by part of the sequence, then by lane
-            ends = [torch.cat(xs[i::n], dim=1) for i in range(n)]
-            return torch.cat([lane.head(x, last_index) for lane, x in zip(self.lanes, ends, strict=True)], dim=-1)
-        finally:
-            end_pass(begun)
+        n = len(self.lanes)
+        sums = LaneSums(self.comm, n, self.config.fixed_lanes or self.comm.tp_size)
+        loops, layers = [], self.config.n_layers
+        for i, lane in enumerate(self.lanes):
+            lane.comm, lane.config = sums, self.config
+            lane_cache = cache and cache[i * layers : (i + 1) * layers]
+            loops.append(lane.split_loops(tokens, positions, lane_cache, cache_length, last_index, splits))
+        xs = interleave(chain.from_iterable(zip(*loops, strict=True)))  # ordered by part of the sequence, then by lane
+        ends = [torch.cat(xs[i::n], dim=1) for i in range(n)]
+        return torch.cat([lane.head(x, last_index) for lane, x in zip(self.lanes, ends, strict=True)], dim=-1)
 
     def new_cache(self, batch, length):
         """Return the caches of all lanes, one lane's layers after another's."""

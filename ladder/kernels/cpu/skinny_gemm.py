@@ -126,7 +126,7 @@ LAYOUT = Layout("skinny_gemm.cpp", multiply, unpacked)
 
 
 def pack_all(linears):
-    """Pack QuantLinears that are not yet packed. Those of experts are multiplied by stand_ins.experts."""
+    """Pack QuantLinears that are not yet packed. Those of experts are multiplied by experts.py."""
 
     def fits(linear):  # skinny_gemm.cpp is made for these group sizes
         stored = linear.weight.dtype in (torch.int8, torch.uint8)  # and not floats that somebody put there

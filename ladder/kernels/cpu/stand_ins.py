@@ -4,27 +4,19 @@ Each returns None where it meets anything that it does not know: see ladder/kern
 read from _parameters, at each call, since module.weight takes ten times as long.
 """
 
-import functools
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ladder.errors import InputError
-from ladder.kernels import quant_kernels, registry
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.cpu.skinny_gemm import LAYOUT
-from ladder.kernels.quant_linear import DEQUANTIZED_AT_ONCE, QuantLinear, add_bias
+from ladder.kernels.quant_linear import DEQUANTIZED_AT_ONCE, PLAIN_FORWARD, PLAIN_STORED, QuantLinear, add_bias
 from ladder.kernels.registry import Kernel, say_once
-from ladder.layers import experts as layers_experts
 from ladder.layers.norms import RMSNorm
-from ladder.ranks.world import say
 from model import Linear
 
 FEW_POSITIONS = 16  # of a row in a pass; with more, as in a prefill, PyTorch's attention is faster
 FEW_FLOATS = 8  # up to so many rows, PyTorch's own bfloat16 is as fast as its float32, even without oneDNN
-
-
 BF16 = torch.bfloat16
 TENSORS = nn.Parameter, torch.Tensor  # and not a subclass, whose functions may be others
 
@@ -45,7 +37,7 @@ def matrix_of(module, name):
     """
     linear = module._modules[name]
     kind = type(linear)
-    if not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__):
+    if not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__):  # is_changed, faster
         if kind is QuantLinear:
             if linear.layout is LAYOUT:
                 parameters = linear._parameters
@@ -195,94 +187,10 @@ def norms_of_heads(attention):
     return (weights, q_norm.eps) if weights[0].dtype is weights[1].dtype is BF16 else None
 
 
-def latent_attention(self, q, kv, metadata, cache):
-    """Compute LatentAttention.attend of a few new positions in one call."""
-    L, X, R, Y = self.sizes
-    if cache is None or metadata.mask is None or not is_bf16(q):
-        return None
-    if not fits_latents(self, q.shape[1]) or q.shape[0] * q.shape[1] > skinny_gemm.SKINNY_ROWS:
-        return None
-    if q.shape[1] > self.most_absorbed:
-        return None
-    weight, norm = matrix_of(self, "wkv_b"), self._modules["kv_a_norm"]
-    if (
-        weight is None
-        or weight[2] is not None
-        or type(norm) is not RMSNorm
-        or is_changed(norm)
-        or metadata.rope[0].dtype is not torch.float32
-    ):
-        return None
-    scale = self.scale * (metadata.query_scale or 1.0)  # a number, as read from config.json
-    arguments = norm._parameters["weight"], norm.eps, weight[0], X, Y, *metadata.rope, metadata.rows
-    return torch.ops.ladder.latent_attention(q, kv, *arguments, metadata.positions, cache[0], metadata.mask, scale)
-
-
-def fits_latents(self, positions):
-    L, _, R, _ = self.sizes
-    return L % 64 == 0 and (L + R) % 32 == 0 and positions <= FEW_POSITIONS
-
-
-def attend_to_latents(self, q, cached, metadata):
-    """Attend to latents from a few positions; with to_latents and to_values, in compiled code too."""
-    if not fits_latents(self, q.shape[2]) or not is_bf16(q):
-        return None
-    L, X, R, _ = self.sizes
-    queries, rotated = q.split([X, R], -1)
-    q = torch.cat((self.to_latents(queries), rotated), -1).transpose(1, 2)[:, None]  # (B, 1, S, N, L + R)
-    y = torch.ops.ladder.decode_attention(q, cached, cached[..., :L], metadata.mask, self.scale)
-    return self.to_values(y[:, 0].transpose(1, 2))
-
-
-def to_latents(self, q):
-    """Multiply a few rows by the heads' keys."""
-    return multiply_heads(self, q, slice(None, q.shape[1] * q.shape[3]), torch.ops.ladder.skinny_gemm_heads_mT)
-
-
-def to_values(self, y):
-    """Multiply a few rows by the heads' values."""
-    return multiply_heads(self, y, slice(-y.shape[1] * self.sizes[3], None), torch.ops.ladder.skinny_gemm_heads)
-
-
-def multiply_heads(self, x, rows, operator):
-    """Return x (B, N, S, in) times the heads' matrices in these rows of wkv_b: (B, N, S, out)."""
-    if x.shape[0] * x.shape[2] > skinny_gemm.SKINNY_ROWS or not is_bf16(x):
-        return None
-    weight = self.wkv_b.weight[rows].unflatten(0, (x.shape[1], -1))
-    y = operator(x.transpose(0, 1).flatten(1, 2), weight)
-    return y.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
-
-
-def experts(self, x, chosen):
-    """Compute what layers/experts.py does. skinny_gemm.cpp reads the weights of each chosen expert once."""
-    if self.compute is not layers_experts.multiply or not is_bf16(x) or len(self._modules) != 3:
-        return None
-    weights, bits, biases = [], [], []
-    for name in ("w1", "w3", "w2"):
-        matrices = self._modules[name]
-        is_packed = type(matrices) is QuantLinear and matrices.layout is skinny_gemm.LAYOUT
-        if not is_packed and type(matrices) is not layers_experts.ExpertMatrices:
-            return None
-        weights.append(matrices._parameters["packed" if is_packed else "weight"])
-        bits.append(matrices.bits if is_packed else 16)
-        if matrices.bias is not None:
-            biases.append(matrices.bias)
-    if len(biases) not in (0, 3) or any(
-        w.dtype != torch.bfloat16 for w, n in zip(weights, bits, strict=True) if n == 16
-    ):
-        return None
-    if bits == [16] * 3 and chosen.numel() > skinny_gemm.SKINNY_ROWS * len(weights[0]):
-        return None
-    neurons = self._modules["w2"].in_features
-    return torch.ops.ladder.skinny_gemm_experts(x, chosen, *weights, neurons, x.shape[1], bits, biases)
-
-
 # ---- Which stand in for which ----------------------------------------------------------------------------------------
 
 LINEAR, NORM = "model.Linear.forward", "ladder.layers.norms.RMSNorm.forward"
-QUANT = quant_kernels.FORWARD, quant_kernels.STORED
-LATENT = "ladder.layers.latent_attention.LatentAttention"
-EXPERTS = "ladder.layers.experts"
+QUANT = PLAIN_FORWARD, PLAIN_STORED
 KERNELS = [
     Kernel(LINEAR, linear, "few rows are up to twice as fast"),
     Kernel(NORM, norm, "a norm is one call", compiles=False),
@@ -292,50 +200,3 @@ KERNELS = [
     Kernel("model.Attention.forward", attention, "few positions are one call", (LINEAR, NORM, *QUANT), compiles=False),
 ]
 WITHOUT_CPP = [Kernel(LINEAR, linear_in_float32, "many rows are multiplied in float32")]
-FOR_LATENTS = [
-    Kernel(f"{LATENT}.attend", latent_attention, "few positions are one call", (LINEAR, NORM), compiles=False),
-    Kernel(f"{LATENT}.attend_to_latents", attend_to_latents, "few positions are about twice as fast"),
-    Kernel(f"{LATENT}.to_latents", to_latents, "few rows are about twice as fast"),
-    Kernel(f"{LATENT}.to_values", to_values, "few rows are about twice as fast"),
-]
-FOR_EXPERTS = [
-    Kernel(
-        f"{EXPERTS}.Experts.forward",
-        experts,
-        "each chosen expert is read once",
-        (f"{EXPERTS}.multiply", f"{EXPERTS}.experts", quant_kernels.STORED),
-    ),
-]
-
-
-@functools.cache
-def is_built():
-    """Return whether there is skinny_gemm.cpp, which is compiled once on a machine; else rank 0 prints why not."""
-    try:
-        skinny_gemm.build()
-        return True
-    except InputError as e:
-        say(f"{e}: PyTorch's kernels, slower")
-        return False
-
-
-def use_kernels(model):
-    """Let skinny_gemm.cpp stand in where a model in bfloat16 is to run, or PyTorch's kernels where it cannot be built.
-
-    The matrices of a quantized model are packed, which frees the integers as the checkpoint stores them.
-    """
-    if registry.is_off():
-        return
-    if model.dtype != torch.bfloat16:
-        if model.config.quant == "int4":
-            say(f"int4 in {str(model.dtype)[6:]} has no kernels: bfloat16 is many times faster")
-        return
-    if not is_built():
-        registry.use(quant_kernels.KERNELS["cpu"])
-        if not skinny_gemm.HAS_ONEDNN_BF16:
-            registry.use(WITHOUT_CPP)
-        return
-    quant_kernels.pack(model, "skinny_gemm")
-    registry.use(quant_kernels.KERNELS["skinny_gemm"] + KERNELS)
-    registry.use(FOR_LATENTS if model.config.latent_attention else [])
-    registry.use(FOR_EXPERTS if model.config.n_experts else [])

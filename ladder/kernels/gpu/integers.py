@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from ladder.kernels.quant_linear import Layout, add_bias, to_fp8, unpack
+from ladder.kernels.quant_linear import PLAIN_FORWARD, PLAIN_STORED, Layout, add_bias, to_fp8, unpack
 from ladder.kernels.registry import Kernel
 
 TRITON_INT8_ROWS = 16  # up to so many rows of x are multiplied by int8_rows.py
@@ -61,10 +61,9 @@ def multiply_fp8(linear, x):
     return add_bias(y.view(*x.shape[:-1], -1), linear)
 
 
-FORWARD, STORED = (f"ladder.kernels.quant_linear.QuantLinear.{name}" for name in ("forward", "stored"))
 KERNELS = [
-    Kernel(FORWARD, multiply_int8, "integers of 8 bits are read as such", (STORED,)),
-    Kernel(FORWARD, multiply_fp8, "fp8 is multiplied as such", (STORED,)),
+    Kernel(PLAIN_FORWARD, multiply_int8, "integers of 8 bits are read as such", (PLAIN_STORED,)),
+    Kernel(PLAIN_FORWARD, multiply_fp8, "fp8 is multiplied as such", (PLAIN_STORED,)),
 ]
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from ladder.kernels.cpu.stand_ins import FEW_POSITIONS
 from ladder.kernels.registry import Kernel
 
-FEW_POSITIONS = 16  # of a row in a pass; with more, as in a prefill, PyTorch's own kernels are faster
 KEY_BLOCK = 128  # keys in a block, which a row may skip; a multiple of the tiles of PyTorch's kernels
 
 

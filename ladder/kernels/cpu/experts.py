@@ -1,0 +1,37 @@
+"""The function of skinny_gemm.cpp that stands in for that of experts. Shape letters: ladder/layers/experts.py."""
+
+import torch
+
+from ladder.kernels.cpu import skinny_gemm
+from ladder.kernels.cpu.skinny_gemm import LAYOUT
+from ladder.kernels.cpu.stand_ins import BF16, is_bf16
+from ladder.kernels.quant_linear import PLAIN_STORED, QuantLinear
+from ladder.kernels.registry import Kernel
+from ladder.layers.experts import ExpertMatrices, multiply
+
+
+def experts(self, x, chosen):
+    """Compute what layers/experts.py does. skinny_gemm.cpp reads the weights of each chosen expert once."""
+    if self.compute is not multiply or not is_bf16(x) or len(self._modules) != 3:
+        return None
+    weights, bits, biases = [], [], []
+    for name in ("w1", "w3", "w2"):
+        matrices = self._modules[name]
+        is_packed = type(matrices) is QuantLinear and matrices.layout is LAYOUT
+        if not is_packed and type(matrices) is not ExpertMatrices:
+            return None
+        weights.append(matrices._parameters["packed" if is_packed else "weight"])
+        bits.append(matrices.bits if is_packed else 16)
+        if matrices.bias is not None:
+            biases.append(matrices.bias)
+    if len(biases) not in (0, 3) or any(w.dtype is not BF16 for w, n in zip(weights, bits, strict=True) if n == 16):
+        return None
+    if bits == [16] * 3 and chosen.numel() > skinny_gemm.SKINNY_ROWS * len(weights[0]):
+        return None
+    neurons = self._modules["w2"].in_features
+    return torch.ops.ladder.skinny_gemm_experts(x, chosen, *weights, neurons, x.shape[1], bits, biases)
+
+
+PLAIN = "ladder.layers.experts"
+CALLS = f"{PLAIN}.multiply", f"{PLAIN}.experts", PLAIN_STORED
+KERNELS = [Kernel(f"{PLAIN}.Experts.forward", experts, "each chosen expert is read once", CALLS)]
