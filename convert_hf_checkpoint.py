@@ -29,7 +29,6 @@ from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
 from ladder.kernels.quant_linear import dequantize, nearest
-from ladder.layers import mixture
 from ladder.ranks import launch
 from ladder.ranks.ending import out_of_memory
 from model import build
@@ -129,7 +128,7 @@ def convert(source, config, folder, dtype, shard_bytes):
     shapes, dequantized, squares = {name: tuple(w.shape) for name, w in parameters.items()}, [], []
     scales = {name for name in shapes if name.endswith((".scales", ".zeros"))}
     dtypes = {n: w.dtype if n in scales or w.itemsize == 1 else dtype for n, w in parameters.items()}
-    dtypes |= {name: torch.float32 for name in dtypes if mixture.stays_float32(config, name)}
+    dtypes |= {name: torch.float32 for name in dtypes if config.stays_float32(name)}
 
     @functools.lru_cache(1)  # the scales and zeros of a matrix are read one after another
     def scales_dtype(stem):

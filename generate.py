@@ -73,7 +73,7 @@ def load_model(config, folder, dtype, world):
         use_kernels(model)
         if config.quant == "fp8":
             world.say("fp8 on a CPU computes what a GPU does, but slowly: int8 is fast here")
-    elif config.quant or config.n_experts:
+    elif config.quant or config.architecture:
         from ladder.kernels.quant_kernels import use_on_gpu
 
         use_on_gpu(model)
@@ -144,7 +144,7 @@ class Runner:
         The padding of a shorter row fills slots behind its last token; decode overwrites these before it reads them.
         cached_tokens: how many of each row's first tokens are in the cache already, fewer than the row has.
         """
-        if self.model.config.linear_layers:  # whose state cannot be rewound
+        if not self.model.config.rewindable:
             cached_tokens = 0
         last_index, logits = lengths - 1, None
         for start, chunk in self.prefill_chunks(tokens, cached_tokens):

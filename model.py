@@ -21,6 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder import config_check, wiring_text
+from ladder.architectures import Architecture
 from ladder.errors import InputError, did_you_mean
 from ladder.kernels import quant_linear
 from ladder.kernels.registry import begin_pass, end_pass, plain
@@ -76,28 +77,12 @@ class Config:
     norm: str = "rms"  # a name in NORMS (ladder/layers/norms.py); called as NORMS[norm](dim, eps)
     input_norms: bool = True  # whether a sublayer norms what it reads
     post_norms: bool = False  # whether the sum of a sublayer's partials is normed before it is added to x
-    mlp_bias: bool = False  # of a mixture: experts and router
-    activation: str = "silu"  # of the MLP's gate, a name in ACTIVATIONS; or "clamped_swiglu"
+    mlp_bias: bool = False
+    activation: str = "silu"  # of the MLP's gate, a name in ACTIVATIONS
     embedding_scale: float | None = None
     logit_cap: float | None = None
-    # mixtures of experts: ladder/layers/mixture.py
-    n_experts: int | None = None
-    experts_per_token: int | None = None
-    expert_size: int | None = None  # neurons of an expert
-    renormalize_experts: bool = True  # whether the weights of a token's experts add up to 1
-    shared_expert_size: int | None = None  # neurons of an expert that every token takes
-    shared_expert_gate: bool = False
-    dense_layers: tuple[int, ...] = ()  # the layers of a mixture that have an ordinary MLP
-    router: str = "softmax"  # a name in mixture.ROUTERS: how a token's scores of the experts are made
-    expert_groups: int | None = None  # neighbouring experts are groups, of which a token first chooses some
-    chosen_groups: int | None = None  # how many of them
-    expert_scale: float | None = None  # multiplies the weights of a token's experts
-    # other attention and Laneformer: their settings, see ladder/layers/{latent,linear}_attention.py,
-    # ladder/lanes/laneformer.py
-    latent_attention: dict | None = None
-    linear_layers: tuple[int, ...] = ()
-    linear_attention: dict | None = None
-    laneformer: dict | None = None
+    # what else differs from a Llama, such as a mixture of experts or latent attention
+    architecture: tuple[Architecture, ...] = ()
 
     def __post_init__(self):
         _ = self.layer_wirings  # is computed now, since the compiler cannot trace how text is parsed
@@ -112,8 +97,6 @@ class Config:
     def named_wiring(self):
         """The Wiring that `wiring` names, with its stale, period and lanes filled in."""
         name, parameter, stale, lanes = self.parsed
-        if name == "farskip" and not (self.shared_expert_size or self.dense_layers):
-            name = "ladder"  # without shared experts and dense layers it is one
         wiring = find_wiring(name)
         period = (parameter or 2) if wiring.n_means == "period" else None
         return dataclasses.replace(wiring, stale=stale or wiring.stale, period=period, lanes=lanes)
@@ -131,14 +114,28 @@ class Config:
         """The number of lanes that the weights were made for, 8 in "spd/8"; None: as many as ranks (ladder/lanes/)."""
         return self.named_wiring.lanes
 
+    def find(self, kind):
+        """Return the Architecture of this class, or None."""
+        return next((each for each in self.architecture if isinstance(each, kind)), None)
+
+    def differs(self, question, *arguments):
+        """Return the first answer of the architectures to a question, such as "attention"; None: as in a Llama."""
+        answers = (getattr(each, question)(self, *arguments) for each in self.architecture)
+        return next((answer for answer in answers if answer is not None), None)
+
     @property
     def mlps(self):
         """{prefix of matrices' names: neurons} of the sharded MLPs: {"": 14336}; of a mixture {"experts.": 768}."""
-        if not self.n_experts:
-            return {"": self.intermediate_size}
-        from ladder.layers import mixture
+        return self.differs("mlps") or {"": self.intermediate_size}
 
-        return mixture.mlps(self)
+    def stays_float32(self, name):
+        """Return whether a parameter is never rounded to the dtype of the others."""
+        return any(each.stays_float32(name) for each in self.architecture)
+
+    @property
+    def rewindable(self):
+        """Whether a row's cache can forget its last tokens."""
+        return all(each.rewindable for each in self.architecture)
 
 
 def rewired(config, wiring):
@@ -303,6 +300,7 @@ class Wiring:
     lanes: int | None = None  # L of NAME/L: for how many lanes the weights were made
     period: int | None = None  # n of desync:n, which keeps every n-th sum
     model: type | None = None  # the subclass of Transformer that it needs, if any
+    check: Callable | None = None  # raises InputError for a Config that this wiring is not for
 
     def __post_init__(self):
         if self.n_means == "":
@@ -321,8 +319,8 @@ WIRINGS = {
 
 def all_wirings():
     """Return {name: Wiring}: WIRINGS, and those that are made of the same parts elsewhere."""
+    from ladder.architectures.farskip import FARSKIPS  # for mixtures of experts
     from ladder.lanes.wirings import LANE_WIRINGS  # whose function depends on the number of lanes
-    from ladder.layers.farskip import FARSKIPS  # for mixtures with a shared expert
 
     return WIRINGS | FARSKIPS | LANE_WIRINGS
 
@@ -455,6 +453,8 @@ class Attention(nn.Module):
     it holds is read from the shapes.
     """
 
+    rewindable = True  # whether the cache can forget a row's last tokens
+
     def __init__(self, config, layer):
         super().__init__()
         self.window = config.sliding_window if layer in config.window_layers else None
@@ -501,6 +501,14 @@ class Attention(nn.Module):
             y = y * gate.sigmoid()
         return self.wo(y.flatten(1, 2).transpose(1, 2).reshape(B, S, -1))
 
+    def slots_read(self, filled):
+        """Return how many of the filled slots of the cache a step reads."""
+        return min(filled, self.window) if self.window else filled
+
+    def multiplications(self):
+        """Return how many multiplications this rank's heads need for each query and cached token."""
+        return 2 * self.wo.in_features
+
     def new_cache(self, batch, length, device, dtype):
         """Return (k, v) of `length` slots, both (B, K, T, H), zeroed. Raises InputError for a wqkv of unknown width."""
         if not hasattr(self.wqkv, "out_features"):
@@ -542,22 +550,10 @@ class Block(NeverCalled):
 
     def __init__(self, config, layer):
         super().__init__()
-        if layer in config.linear_layers:
-            from ladder.layers.linear_attention import GatedDeltaNet
-
-            self.attention = GatedDeltaNet(config, layer)
-        elif config.latent_attention:
-            from ladder.layers.latent_attention import LatentAttention
-
-            self.attention = LatentAttention(config, layer)
-        else:
-            self.attention = Attention(config, layer)
-        if config.n_experts and layer not in config.dense_layers:
-            from ladder.layers.mixture import MoE
-
-            self.feed_forward = MoE(config)
-        else:
-            self.feed_forward = FeedForward(config.dim, config.intermediate_size, config.mlp_bias, config.activation)
+        self.attention = config.differs("attention", layer) or Attention(config, layer)
+        self.feed_forward = config.differs("feed_forward", layer) or FeedForward(
+            config.dim, config.intermediate_size, config.mlp_bias, config.activation
+        )
         make_norm = functools.partial(NORMS[config.norm], config.dim, config.norm_eps)
         used = config.layer_wirings[layer].norms
         if "attention_norm" in used:

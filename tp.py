@@ -94,15 +94,11 @@ def shard_plan(config, rank, shares):
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
     plan["sinks"] = 0, [(start // config.head_dim, stop // config.head_dim) for start, stop in wo]  # one of each head
-    if config.linear_layers:
-        first, end = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
-        from ladder.layers import linear_attention
-
-        plan |= linear_attention.row_ranges(config, first, end)
-    if config.latent_attention:
-        from ladder.layers import latent_attention
-
-        plan |= latent_attention.row_ranges(config, *split_range(N, rank, shares, "heads"))
+    for units in filter(None, (each.sharded_units(config) for each in config.architecture)):
+        n, name, linears = units
+        first, end = split_range(n, rank, shares, name)
+        for linear, (dim, parts) in linears.items():
+            plan[linear] = dim, [(offset + first * size, offset + end * size) for offset, size in parts]
     if config.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
         (start, stop), H = wo[0], config.head_dim
         width = N // config.n_kv_heads * H  # columns of a KV head's queries
@@ -175,7 +171,8 @@ def neuron_unit(config, neurons, shares):
     if not config.group_size or "w2" in (*config.not_quantized, *config.int8):
         if config.quant == "fp8" and neurons % 16 == 0 and neurons // 16 >= sum(shares) / min(shares):
             return 16 if not config.fixed_lanes else 1
-        return 8 if config.n_experts and neurons % 8 == 0 else 1  # grouped_mm takes rows of multiples of 16 bytes
+        unit = max((each.neuron_unit for each in config.architecture), default=1)
+        return 1 if neurons % unit else unit
     if config.fixed_lanes:
         return 8
     unit, least_ranks = config.group_size, sum(shares) / min(shares)  # as many as if each had the smallest share
@@ -226,14 +223,12 @@ def plan_key(name):
 
 def _shard_slice(model, name, whole, plan, dtype, rank):
     path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
-    owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
+    owner = name if path.endswith(".attention") else path  # an attention may have parameters of its own
     dim, ranges = plan.get(plan_key(owner), (0, None))
     as_stored = whole.dtype == torch.float16 and dtype == torch.bfloat16  # only int4's scales and zeros are float16
     dtype = dtype if whole.itemsize > 1 else whole.dtype
-    if model.config.n_experts:
-        from ladder.layers import mixture
-
-        dtype = torch.float32 if mixture.stays_float32(model.config, name) else dtype
+    if model.config.stays_float32(name):
+        dtype = torch.float32
     row_parallel = dim == 1
     if row_parallel and tensor == "bias":  # added to a partial sum, so by rank 0 alone
         return ShardSlice(whole.shape, dtype, zeros=rank > 0)

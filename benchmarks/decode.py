@@ -24,13 +24,14 @@ from extras.measure import results
 from extras.measure.exposed import replays
 from generate import Runner, load_model
 from ladder import outputs
+from ladder.architectures.latent import Latent, sizes
+from ladder.architectures.mixture import Mixture
 from ladder.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
 from ladder.checkpoints.sizes import named_size
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import make_cache, pad
 from ladder.errors import InputError
-from ladder.layers.latent_attention import HF_KEYS
 from ladder.memory import step_bytes
 from ladder.ranks import launch
 from ladder.ranks.world import World
@@ -65,14 +66,16 @@ def ours(config, kind, args):
 
 def gguf_of_latents(c):
     """Return what `deepseek2` names ({value: number}, {tensor of an attention: shape}, {tensor of experts: shape})."""
-    Q, L, X, R, Y = (c.latent_attention[name] for name in HF_KEYS)
-    E, N, size, shared = c.n_experts, c.n_heads, c.expert_size, c.shared_expert_size
+    latent, mixture, N = c.find(Latent), c.find(Mixture), c.n_heads
+    Q, (L, X, R, Y) = latent.query_rank, sizes(latent)
+    E, size, shared = mixture.n_experts, mixture.expert_size, mixture.shared_expert_size
     values = {
         "head_count_kv": 1, "rope_dimension_count": R, "q_lora_rank": Q, "kv_lora_rank": L,
         "key_length": L + R, "value_length": L, "key_length_mla": X + R, "value_length_mla": Y,
-        "leading_dense_block_count": len(c.dense_layers), "expert_count": E, "expert_used_count": c.experts_per_token,
+        "leading_dense_block_count": len(mixture.dense_layers), "expert_count": E,
+        "expert_used_count": mixture.experts_per_token,
         "expert_feed_forward_length": size, "expert_shared_count": shared // size,
-        "expert_weights_scale": c.expert_scale or 1.0,
+        "expert_weights_scale": mixture.expert_scale or 1.0,
     }  # fmt: skip
     attention = {
         "attn_q_a": (Q, c.dim), "attn_q_a_norm": (Q,), "attn_q_b": (N * (X + R), Q),
@@ -97,9 +100,9 @@ def write_gguf(path, c, quant):
         "attn_q": (queries, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim), "attn_output": (c.dim, queries),
     }  # fmt: skip
     dense, experts = {"ffn_gate": (mlp, c.dim), "ffn_up": (mlp, c.dim), "ffn_down": (c.dim, mlp)}, {}
-    if c.latent_attention:
+    if c.find(Latent):
         values, attention, experts = gguf_of_latents(c)
-    writer = gguf.GGUFWriter(path, "deepseek2" if c.latent_attention else "llama")
+    writer = gguf.GGUFWriter(path, "deepseek2" if c.find(Latent) else "llama")
     for name, value in {
         "tokenizer_model": "no_vocab", "vocab_size": c.vocab_size, "context_length": 1088, "embedding_length": c.dim,
         "block_count": c.n_layers, "feed_forward_length": mlp, "head_count": c.n_heads,
@@ -108,7 +111,7 @@ def write_gguf(path, c, quant):
         getattr(writer, f"add_{name}")(value)
     shapes = {"token_embd": (c.vocab_size, c.dim), "output": (c.vocab_size, c.dim), "output_norm": (c.dim,)}
     for i in range(c.n_layers):
-        mlp_of_layer = experts if experts and i not in c.dense_layers else dense
+        mlp_of_layer = experts if experts and i not in c.find(Mixture).dense_layers else dense
         layer = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,), **attention, **mlp_of_layer}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
     random, types = numpy.random.default_rng(0), gguf.GGMLQuantizationType
@@ -198,7 +201,7 @@ def parse(argv):
     if bool(args.checkpoint) != bool(args.gguf) and llama_cpp in map(ENGINES.get, args.engines):
         raise InputError("--checkpoint and --gguf: llama.cpp needs both or neither, so that the models are the same")
     size = named_size(args.model)
-    if size.n_experts and not size.latent_attention and llama_cpp in map(ENGINES.get, args.engines):
+    if size.find(Mixture) and not size.find(Latent) and llama_cpp in map(ENGINES.get, args.engines):
         raise InputError(
             f"--model {args.model} is a mixture without latent attention, which is not written for llama.cpp"
         )
@@ -211,10 +214,14 @@ def measure(args):
     name, config = flags.read_config(args)
     if not args.checkpoint:
         name, config = args.model, dataclasses.replace(config, tie_embeddings=False)
-        if config.latent_attention and llama_cpp in map(ENGINES.get, args.engines):
+        if config.find(Latent) and llama_cpp in map(ENGINES.get, args.engines):
             # llama.cpp takes a model without latents of queries only if it has 26 or 27 layers
-            latents = {**config.latent_attention, "query_rank": QUERY_RANK}
-            name, config = f"{name} with query_rank {QUERY_RANK}", dataclasses.replace(config, latent_attention=latents)
+            with_rank = [
+                dataclasses.replace(each, query_rank=QUERY_RANK) if each is config.find(Latent) else each
+                for each in config.architecture
+            ]
+            name = f"{name} with query_rank {QUERY_RANK}"
+            config = dataclasses.replace(config, architecture=tuple(with_rank))
     engines = {name: ENGINES[name](config, name.partition(":")[2], args) for name in args.engines}
     made = {**environment(WORLD), "model": name, "rounds": args.rounds}
     for kind, n in [("decode", batch) for batch in args.decode] + [("prefill", tokens) for tokens in args.prefill]:

@@ -4,11 +4,6 @@ from ladder.errors import InputError
 from ladder.layers import rope_scaling
 from ladder.layers.norms import ACTIVATIONS, NORMS
 
-EXPERT_FIELDS = (
-    "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers", "expert_groups",
-    "chosen_groups", "expert_scale",
-)  # fmt: skip
-
 
 def check(c):
     """Raise InputError if the fields of a Config do not suit one another."""
@@ -23,36 +18,20 @@ def check(c):
     if c.llama4_beta and "original_max_position_embeddings" not in (c.rope_scaling or {}):
         raise InputError("llama4_beta needs a rope_scaling with original_max_position_embeddings")
     check_norms(c)
-    if c.attention_sinks and (c.latent_attention or c.score_cap):
-        raise InputError(f"attention_sinks are not for {'score_cap' if c.score_cap else 'latent_attention'}")
-    if c.activation not in ACTIVATIONS and not c.n_experts:  # else see mixture.check
+    if c.attention_sinks and c.score_cap:
+        raise InputError("attention_sinks are not for score_cap")
+    if c.activation not in ACTIVATIONS:
         raise InputError(f"activation {c.activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
     if c.window_layers and (c.sliding_window or 0) < 1:
         raise InputError("window_layers needs a sliding_window of 1 or more tokens")
-    for name in "window_layers", "nope_layers", "dense_layers", "linear_layers":
+    for name in "window_layers", "nope_layers":
         if not {*getattr(c, name)} <= {*range(c.n_layers)}:
             raise InputError(f"{name} takes layers from 0 to {c.n_layers - 1}, not {getattr(c, name)}")
-    if c.linear_layers or c.linear_attention:
-        from ladder.layers import linear_attention
-
-        linear_attention.check(c)
-    if c.latent_attention:
-        from ladder.layers import latent_attention
-
-        latent_attention.check(c)
-    if c.n_experts:
-        from ladder.layers import mixture
-
-        mixture.check(c)
-    elif given := [n for n in EXPERT_FIELDS if getattr(c, n)] + [f"wiring {c.wiring}"] * c.parsed.name.startswith(
-        "farskip"
-    ):
-        raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
-    if c.router != "softmax" and not c.n_experts:
-        raise InputError(f"router {c.router!r} is for a mixture of experts, which has n_experts")
+    for each in c.architecture:
+        each.check(c)
     check_quantization(c)
-    if c.named_wiring.model:
-        c.named_wiring.model.check(c)
+    if c.named_wiring.check:
+        c.named_wiring.check(c)
 
 
 def check_norms(c):
@@ -76,14 +55,9 @@ def check_quantization(c):
     if c.quant == "int4" and c.group_size not in (32, 64, 128):
         raise InputError(f"group size {c.group_size} is none of 32, 64, 128")
     columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
-    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {*c.mlps.values(), c.shared_expert_size} - {None}}
-    if c.latent_attention:
-        from ladder.layers import latent_attention
-
-        columns.pop("wqkv")
-        columns |= latent_attention.columns(c)
-    if c.linear_layers:
-        columns |= {"wqkvz": {c.dim}, "wout": {c.linear_attention["value_heads"] * c.linear_attention["value_dim"]}}
+    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {c.intermediate_size}}
+    for each in c.architecture:
+        columns = each.columns(c, columns)
     if c.int8 and c.quant != "int4":
         raise InputError("int8 names matrices of a model whose quant is int4")
     if both := {*c.int8} & {*c.not_quantized}:

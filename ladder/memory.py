@@ -88,14 +88,16 @@ def weight_bytes(model, tokens):
 
     How many these are is the mean. Of the embedding table a pass reads next to nothing.
     """
-    config, weights = model.config, model.named_parameters(remove_duplicate=False)
-    chosen = 1
-    if config.n_experts:
-        from ladder.layers.mixture import chosen_share
+    result = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if "tok_embeddings." not in name:
+            result[name] = weight.nbytes * share_read(model.config, name, tokens)
+    return result
 
-        chosen = chosen_share(config, tokens)
-    shares = ((name, weight.nbytes, chosen if ".experts." in name else 1) for name, weight in weights)
-    return {name: n_bytes * share for name, n_bytes, share in shares if "tok_embeddings." not in name}
+
+def share_read(config, name, tokens):
+    """Return the expected share of the parameter `name` that a pass of so many tokens reads."""
+    return math.prod(each.share_read(name, tokens) for each in config.architecture)
 
 
 def step_bytes(model, cache, filled, drafted=0):
@@ -103,11 +105,13 @@ def step_bytes(model, cache, filled, drafted=0):
 
     Of the cache count `filled` slots, or a window of them, or the state of linear attention.
     """
-    c, total = model.config, sum(weight_bytes(model, len(cache[0][0]) * (1 + drafted)).values())
+    total = sum(weight_bytes(model, len(cache[0][0]) * (1 + drafted)).values())
     for i, layer in enumerate(cache):  # of several lanes one after another
-        slots = min(filled, c.sliding_window) if i % c.n_layers in c.window_layers else filled
-        is_state = i % c.n_layers in c.linear_layers
-        total += sum(tensor.nbytes if is_state else tensor[:, :, 0].nbytes * slots for tensor in layer)
+        attention = model.layers[i % model.config.n_layers].attention
+        if attention.rewindable:
+            total += sum(tensor[:, :, 0].nbytes for tensor in layer) * attention.slots_read(filled)
+        else:  # a state, which a step reads as a whole
+            total += sum(tensor.nbytes for tensor in layer)
     return total
 
 

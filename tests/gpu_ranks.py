@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from helpers import last_logits, random_model, shard, unequal_rows
+from helpers import change, last_logits, random_model, shard, unequal_rows
 
 from generate import Runner, generate
 from ladder.checkpoints.sizes import RandomWeights
@@ -29,7 +29,7 @@ from model import Config
 from tp import load_shard
 
 CONFIG = Config(3, 8, 4, 16, 128, 1024, 136, 64, bos_id=1, eos_ids=(2,))
-MIXTURE = {"n_experts": 5, "experts_per_token": 2, "expert_size": 72, "dense_layers": (1,)}
+MIXTURE = {"mixture": {"n_experts": 5, "experts_per_token": 2, "expert_size": 72, "dense_layers": (1,)}}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [9, 7, 9]]
 SUMS = "nccl", "one_shot", "two_shot"  # in the names of the kernels that sum
 
@@ -47,7 +47,7 @@ def ids(net, way="captured", new=20, sample=(0,), draft=False, splits=None):
 
 def ids_equal(world, changes, shares=None, way="captured", *how):
     """Whether the ranks generate what one does, in float32."""
-    config, world = dataclasses.replace(CONFIG, **changes), copy.copy(world)
+    config, world = change(CONFIG, **changes), copy.copy(world)
     world.shares, load = shares or world.shares, load_lanes if config.fixed_lanes else load_shard
     state = random_model(config).state_dict()
     alone, several = (shard(config, w, state=state, load=load).to(world.device) for w in (None, world))

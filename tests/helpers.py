@@ -25,6 +25,7 @@ from sentencepiece import SentencePieceTrainer
 import tp
 from generate import Runner
 from ladder import wiring_text
+from ladder.architectures import ARCHITECTURES, find_architecture
 from ladder.checkpoints import checkpoint, writing
 from ladder.decoding.batch import make_cache
 from ladder.kernels import compilers, registry
@@ -57,6 +58,16 @@ PHI = {"rotary_dim": 6, "rope_scaling": LONGROPE, "llama4_beta": 0.4}
 LONG_PHI = {**PHI, "rope_scaling": {**LONGROPE, "original_max_position_embeddings": 6}}  # all rows are beyond that
 FAMILIES = GEMMA, OLMO, GLM, STABLELM, PHI, LONG_PHI
 BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,))
+
+
+def change(config, **changes):
+    """Return a changed copy of a config. mixture={setting: value} changes or adds that architecture; None drops it."""
+    own = {each.name: each for each in config.architecture}
+    for name in changes.keys() & ARCHITECTURES.keys():
+        settings, before = changes.pop(name), own.pop(name, None)
+        if settings is not None:
+            own[name] = dataclasses.replace(before, **settings) if before else find_architecture(name)(**settings)
+    return dataclasses.replace(config, architecture=tuple(own.values()), **changes)
 
 
 parse_wiring = functools.partial(wiring_text.parse_wiring, find_wiring=find_wiring)

@@ -10,6 +10,7 @@ import re
 import numpy as np
 
 import model
+from ladder.architectures.mixture import Mixture
 from ladder.lanes import wirings
 from model import find_wiring, residual_loop
 
@@ -209,8 +210,12 @@ class Reference:
 class MixtureReference(Reference):
     """With experts in the MLPs, on one rank."""
 
+    @property
+    def mixture(self):
+        return self.c.find(Mixture)
+
     def mlp(self, layer, x, shard, norm="ffn_norm"):
-        if not self.c.n_experts or layer in self.c.dense_layers:
+        if not self.mixture or layer in self.mixture.dense_layers:
             return super().mlp(layer, x, shard, norm)
         p = f"layers.{layer}."
         x = self.norm(x, p + norm)
@@ -229,19 +234,21 @@ class MixtureReference(Reference):
         for t, token in enumerate(x):
             scores = np.exp(w[p + "router.weight"] @ token)
             probabilities = scores / scores.sum()
-            chosen = sorted(range(self.c.n_experts), key=lambda e: -probabilities[e])[: self.c.experts_per_token]
-            whole = sum(probabilities[e] for e in chosen) if self.c.renormalize_experts else 1
+            chosen = sorted(range(self.mixture.n_experts), key=lambda e: -probabilities[e])[
+                : self.mixture.experts_per_token
+            ]
+            whole = sum(probabilities[e] for e in chosen) if self.mixture.renormalize_experts else 1
             for e in chosen:
                 matrices = (w[f"{p}experts.{name}.weight"][e] for name in ("w1", "w3", "w2"))
                 out[t] += probabilities[e] / whole * self.gated(token, *matrices)
         return out
 
     def shared_expert(self, p, x):
-        if not self.c.shared_expert_size:
+        if not self.mixture.shared_expert_size:
             return np.zeros_like(x)
         matrices = [self.w[f"{p}shared_expert.{name}.weight"] for name in ("w1", "w3", "w2")]
         out = np.stack([self.gated(token, *matrices) for token in x])
-        if self.c.shared_expert_gate:
+        if self.mixture.shared_expert_gate:
             out = out / (1 + np.exp(-x @ self.w[p + "shared_gate.weight"].T))
         return out
 
@@ -255,7 +262,7 @@ class MixtureReference(Reference):
             )
             a = self.attention(layer, y if is_early[0] else x, self.shards[0])
             read = x if is_early[1] else x + a
-            if layer in self.c.dense_layers:
+            if layer in self.mixture.dense_layers:
                 x = y = x + a + self.mlp(layer, read, self.shards[0])
                 continue
             normed = self.norm(read, p + "ffn_norm")  # if early, of x without this layer's attention

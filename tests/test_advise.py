@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import torch
-from helpers import BASE, ROOT, queued, random_model, write_model
+from helpers import BASE, ROOT, change, queued, random_model, write_model
 
 from extras.measure import advise
 from extras.measure.advise import Machine, Times
@@ -19,7 +19,7 @@ from model import WIRINGS, all_wirings, find_wiring
 from tp import load_shard
 
 LAYERS = 5
-FORM = dataclasses.replace(BASE, n_layers=LAYERS)
+FORM = change(BASE, n_layers=LAYERS)
 
 
 def alternating(n, attention, feed_forward, all_reduce, head=0.0):
@@ -47,7 +47,7 @@ def by_hand(a, m, c):
 def test_a_step_is_the_sum_made_by_hand(all_reduce):
     times, sums = Times(1.0, 3.0, 0.25, all_reduce, 0.125), by_hand(1.0, 3.0, all_reduce)
     for name in variants(FORM):
-        seconds, n, hidden = advise.step_seconds(dataclasses.replace(FORM, wiring=name), times)
+        seconds, n, hidden = advise.step_seconds(change(FORM, wiring=name), times)
         assert seconds == pytest.approx(sums[name] + 0.375), name
         exposed = sums[name] - sums["upper-bound"]
         assert hidden == (pytest.approx(1 - exposed / (n * all_reduce)) if n else None), name
@@ -55,7 +55,7 @@ def test_a_step_is_the_sum_made_by_hand(all_reduce):
 
 
 def test_by_tcp_latencies_run_at_once():
-    ladder, times = dataclasses.replace(FORM, wiring="ladder"), Times(1.0, 1.0, 0.0, 3.0, 0.0)
+    ladder, times = change(FORM, wiring="ladder"), Times(1.0, 1.0, 0.0, 3.0, 0.0)
     # two sublayers an all-reduce and a sublayer, where otherwise each takes an all-reduce
     assert [advise.step_seconds(ladder, times._replace(flight=f))[0] for f in (0.0, 3.0)] == [31.0, 5 * (3 + 1) + 1]
 
@@ -63,21 +63,21 @@ def test_by_tcp_latencies_run_at_once():
 def test_norms_of_all_heads_wait_for_the_sums_in_flight():
     """Two layers as a ladder: the second layer's norms wait for the sum of the first layer's MLP."""
     times = Times(1.0, 1.0, 0.0, 3.0, 0.0, norm_sum=0.5)
-    olmo = dataclasses.replace(BASE, n_layers=2, qk_norm=True, whole_qk_norm=True)
+    olmo = change(BASE, n_layers=2, qk_norm=True, whole_qk_norm=True)
     assert advise.step_seconds(olmo, times)[0] == 2 * (1 + 0.5 + 3 + 1 + 3)
     # sums start at 1.5, 4.5 and, after the norms' at 7.5 to 8 and half an attention, at 8.5 and 11.5
-    assert advise.step_seconds(dataclasses.replace(olmo, wiring="ladder"), times)[0] == 14.5
+    assert advise.step_seconds(change(olmo, wiring="ladder"), times)[0] == 14.5
     assert "parallel" in variants(olmo) and "spd" not in variants(olmo)
-    summed = dataclasses.replace(BASE, n_layers=2, post_norms=True)
+    summed = change(BASE, n_layers=2, post_norms=True)
     assert variants(summed) == ["standard", "ladder", "ladder:1", "upper-bound"]
 
 
 # ---- What a rank has to do -------------------------------------------------------------------------------------------
 
 H = 32
-MIXTURE = {
+MIXTURE = {"mixture": {
     "n_experts": 5, "experts_per_token": 2, "expert_size": 48, "shared_expert_size": 40, "shared_expert_gate": True,
-}  # fmt: skip
+}}  # fmt: skip
 
 
 def counted_mlp(mlp, batch):
@@ -100,8 +100,8 @@ def counted_mlp(mlp, batch):
 )  # fmt: skip
 def test_the_work_is_that_of_the_largest_shard(tp_size, changes):
     """Bytes and operations of loaded shards, counted by their own tensors."""
-    base = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=H, dim=64, intermediate_size=192)
-    config = dataclasses.replace(base, n_layers=2, tie_embeddings=True, **changes)
+    base = change(BASE, n_heads=8, n_kv_heads=4, head_dim=H, dim=64, intermediate_size=192)
+    config = change(base, n_layers=2, tie_embeddings=True, **changes)
     batch, context = 3, 7
     counted = {"attention": [], "feed_forward": [], "rest": []}
     for rank in range(tp_size):
@@ -223,7 +223,7 @@ def test_only_the_wirings_that_are_asked_for_and_what_all_reduces_cost(capsys):
 
 
 def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
-    config = dataclasses.replace(BASE, wiring="ladder:0,2")
+    config = change(BASE, wiring="ladder:0,2")
     (tmp_path / "m").mkdir()
     write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
     flags = ["--checkpoint", tmp_path / "m", "--tp", 2, "--bandwidth-gbs", 1, "--link", "pcie"]
@@ -231,14 +231,14 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     assert {name for name, cells in found.items() if cells[-1] == "no"} == {"ladder:0,2"}
     assert found["standard"][-1] == found["ladder:1"][-1] == "yes" and found["spd"][-1] == "yes, in 2 lanes"
     assert losses(shown) == {"ladder:0,2": "+0.0 %"} and "ladder:0,2, as it is: no other" in shown
-    halves = [dataclasses.replace(FORM, wiring=f"ladder:{layers}") for layers in ("2", "3,4", "4,3")]
+    halves = [change(FORM, wiring=f"ladder:{layers}") for layers in ("2", "3,4", "4,3")]
     assert [advise.retraining(halves[0], other, 2) for other in halves] == ["no"] * 3
     assert {len(advise.distinct_configs(own, ["ladder:2"], 2)) for own in halves} == {2}
-    assert len(advise.distinct_configs(dataclasses.replace(config, wiring="spd/2"), ["spd", "spd/2"], 2)) == 2
+    assert len(advise.distinct_configs(change(config, wiring="spd/2"), ["spd", "spd/2"], 2)) == 2
     with pytest.raises(InputError, match="the 3 lanes of wiring spd/3 do not fit 2 ranks"):
         advise.distinct_configs(config, ["spd/3"], 2)
-    laned = dataclasses.replace(config, wiring="spd/2")
-    others = [dataclasses.replace(laned, wiring=wiring) for wiring in ("spd:3/2", "spd:3/4", "spd")]
+    laned = change(config, wiring="spd/2")
+    others = [change(laned, wiring=wiring) for wiring in ("spd:3/2", "spd:3/4", "spd")]
     assert [advise.retraining(laned, other, 3) for other in others] == ["no", "yes, in 4 lanes", "yes, in 3 lanes"]
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import RANKS, ROOT, main_on_ranks, script
+from helpers import RANKS, ROOT, change, main_on_ranks, script
 
 import bench
 from benchmarks import decode, gpu, int4_libraries, step_kernels
@@ -169,10 +169,10 @@ def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path)
 def test_llama_cpp_s_file_of_a_mixture_with_latents_has_all_parameters(tmp_path):
     gguf = pytest.importorskip("gguf")
     latents = {"query_rank": 24, "latent_dim": 32, "key_dim": 16, "rope_dim": 8, "value_dim": 16}
-    config = dataclasses.replace(
+    config = change(
         named_size("deepseek-v2-lite:3"), dim=64, n_heads=2, n_kv_heads=2, head_dim=24, rotary_dim=8, vocab_size=96,
-        latent_attention=latents, intermediate_size=96, n_experts=4, expert_size=32, shared_expert_size=64,
-        experts_per_token=2,
+        latent=latents, intermediate_size=96,
+        mixture={"n_experts": 4, "expert_size": 32, "shared_expert_size": 64, "experts_per_token": 2},
     )  # fmt: skip
     decode.write_gguf(tmp_path / "a.gguf", config, "")
     tensors = gguf.GGUFReader(tmp_path / "a.gguf").tensors

@@ -1,12 +1,11 @@
 """What a GPU is given, and in which order, on a machine without one."""
 
 import contextlib
-import dataclasses
 import types
 
 import pytest
 import torch
-from helpers import BASE, check_split_attention, random_model
+from helpers import BASE, change, check_split_attention, random_model
 
 import generate as generate_module
 from generate import Runner, generate
@@ -18,7 +17,7 @@ from ladder.progress import progress
 
 BUCKET, CUDA = 4, torch.device("cuda")
 SETTINGS = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 12, "conv_width": 4}
-LINEAR = {"norm": "rms+1", "linear_layers": (0, 2), "linear_attention": SETTINGS}
+LINEAR = {"norm": "rms+1", "linear": {"layers": (0, 2), **SETTINGS}}
 
 
 def pretended(net, cache, monkeypatch):
@@ -48,7 +47,7 @@ def pretended(net, cache, monkeypatch):
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature, monkeypatch):
     """And generates the same, in rows of different lengths, of which one waits for the others at the context's end."""
-    net = random_model(dataclasses.replace(BASE, max_seq_len=12))
+    net = random_model(change(BASE, max_seq_len=12))
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [9, 2], [6]]
     expected = generate(Runner(net, make_cache(net, 3, 12)), prompts, 8, Sampler(temperature)).rows
     assert [len(row) for row in expected] == [3, 8, 8]
@@ -61,7 +60,7 @@ def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature
     (1, 1, {}), (4, 1, {}), (6, 23, {}), (3, 3, {}), (3, 3, LINEAR),
 ])  # fmt: skip
 def test_the_cache_is_read_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, changes, monkeypatch):
-    net, prompts = random_model(dataclasses.replace(BASE, **changes)), [[1] * prompt]
+    net, prompts = random_model(change(BASE, **changes)), [[1] * prompt]
     runner, _ = pretended(net, None, monkeypatch)
     runner.cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 1, prompt + new)
     compiling.warm_up(runner, prompts, new, Sampler(0))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers import BASE, random_model, rank_logits, run_ranks, unequal_rows, write_model
+from helpers import BASE, change, random_model, rank_logits, run_ranks, shard, unequal_rows, write_model
 from reference import MixtureReference
 from safetensors.torch import load_file, save_file
 from test_bench import cell_flags, texts_of_cells
@@ -23,57 +23,64 @@ import tp
 from extras.export import to_hf
 from extras.measure import exposed, link
 from generate import Runner
+from ladder.architectures import experts
+from ladder.architectures.mixture import Mixture, MoE
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.decoding.batch import pad
 from ladder.errors import InputError
 from ladder.kernels import quant_linear, registry
 from ladder.kernels.cpu import skinny_gemm
-from ladder.layers import experts
-from ladder.layers.mixture import MoE
 from ladder.memory import step_bytes
 from ladder.ranks.collectives import collective
 from ladder.ranks.world import World
 from model import rewired
 
-MIXTURE = dataclasses.replace(
-    BASE, n_heads=15, n_kv_heads=5, n_experts=5, experts_per_token=2, expert_size=36, dense_layers=(1,)
+MIXTURE = change(
+    BASE,
+    n_heads=15,
+    n_kv_heads=5,
+    mixture={"n_experts": 5, "experts_per_token": 2, "expert_size": 36, "dense_layers": (1,)},
 )
-SHARED = dataclasses.replace(MIXTURE, shared_expert_size=28, shared_expert_gate=True, dense_layers=())
+SHARED = change(MIXTURE, mixture={"shared_expert_size": 28, "shared_expert_gate": True, "dense_layers": ()})
 WIRINGS = "standard", "ladder", "ladder:1", "parallel-ladder", "pair", "farskip"
-CONFIGS = [dataclasses.replace(config, wiring=w) for config in (MIXTURE, SHARED) for w in WIRINGS]
+CONFIGS = [change(config, wiring=w) for config in (MIXTURE, SHARED) for w in WIRINGS]
 FARSKIP = [  # dense layers first, in the middle, last
-    dataclasses.replace(config, wiring="farskip", dense_layers=dense)
+    change(config, wiring="farskip", mixture={"dense_layers": dense})
     for config in (MIXTURE, SHARED) for dense in ((0,), (1,), (2,), (0, 2))
 ]  # fmt: skip
 CONFIGS += [config for config in FARSKIP if config not in CONFIGS]
 CONFIGS += [  # in some layers, or of some sublayers, only
-    dataclasses.replace(SHARED, n_layers=5, dense_layers=dense, wiring=wiring)
+    change(SHARED, n_layers=5, mixture={"dense_layers": dense}, wiring=wiring)
     for wiring in ("farskip:2", "farskip:1-2", "farskip-attention", "farskip-mlp:1,3") for dense in ((), (0,))
 ]  # fmt: skip
 
 
 def config_id(config):
-    return f"{config.wiring}, shared {config.shared_expert_size}, dense {config.dense_layers}"
+    mixture = config.find(Mixture)
+    return f"{config.wiring}, shared {mixture.shared_expert_size}, dense {mixture.dense_layers}"
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 def test_matches_the_naive_float64_reference(config, renormalize):
-    config = dataclasses.replace(config, renormalize_experts=renormalize)
+    config = change(config, mixture={"renormalize_experts": renormalize})
     check_against_the_reference(config, MixtureReference)
 
 
 def test_farskip_is_a_ladder_without_shared_experts_and_dense_layers():
-    plain = dataclasses.replace(MIXTURE, dense_layers=())
-    assert rewired(plain, "ladder").layer_wirings == rewired(plain, "farskip").layer_wirings
+    plain = change(MIXTURE, mixture={"dense_layers": ()})
+    state = random_model(plain).state_dict()
+    tokens = torch.arange(20).view(2, 10)
+    ladder, farskip = (shard(rewired(plain, name), state=state)(tokens) for name in ("ladder", "farskip"))
+    assert torch.equal(ladder, farskip)
     for config in SHARED, MIXTURE:
         logits = []
         for wiring in "ladder", "farskip":
             with torch.no_grad():
                 logits.append(random_model(rewired(config, wiring))(unequal_rows(config)[0]))
         assert (logits[0] - logits[1]).abs().max() > 0.1
-    with pytest.raises(InputError, match="^wiring farskip is for a mixture of experts, which has n_experts$"):
+    with pytest.raises(InputError, match="^wiring farskip is for a mixture of experts$"):
         rewired(BASE, "farskip")
 
 
@@ -94,7 +101,7 @@ class Recorder(model.SingleDevice):
 
 def test_farskip_waits_for_a_dense_layer_alone(fake_world):
     """Between mixtures a sum is still on its way while the next sublayer computes and starts its own."""
-    config = dataclasses.replace(SHARED, n_layers=4, wiring="farskip", dense_layers=(1,))
+    config = change(SHARED, n_layers=4, wiring="farskip", mixture={"dense_layers": (1,)})
     comm, sublayers = Recorder(), [(lambda x, i=i: (i, None), 1) for i in range(1, 9)]
     model.interleave([config.named_wiring.loop(0.0, sublayers, comm, config)])
     order = "start1 start2 wait1 start3 wait2 start4 wait3 wait4 start5 start6 wait5 start7 wait6 start8 wait7 wait8"
@@ -138,7 +145,7 @@ def test_every_rank_gets_the_same_bits(ranks, name):
 
 
 def test_equal_scores_and_an_expert_that_nobody_chose():
-    moe = MoE(dataclasses.replace(MIXTURE, experts_per_token=3))
+    moe = MoE(MIXTURE.dim, dataclasses.replace(MIXTURE.find(Mixture), experts_per_token=3))
     for weight in moe.parameters():
         torch.nn.init.normal_(weight, 0, 0.2)
     torch.nn.init.zeros_(moe.router.weight)  # a tie of all: whichever three are chosen, all tokens get the same ones
@@ -153,7 +160,7 @@ def test_equal_scores_and_an_expert_that_nobody_chose():
 
 
 def test_farskip_has_other_shards_than_a_ladder(tmp_path):
-    config = dataclasses.replace(BASE, n_experts=3, experts_per_token=2, expert_size=16, shared_expert_size=32)
+    config = change(BASE, mixture={"n_experts": 3, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 32})
     write_model(tmp_path, config, random_model(config).state_dict(), torch.float32)
     words = cell_flags(tmp_path, "--batch", 2, "--dtype", "float32", "--eager", "--wiring", "ladder", "farskip")
     for wiring, _, mine, alone in run_ranks(2, texts_of_cells, words)[0]:
@@ -166,8 +173,9 @@ def test_farskip_has_other_shards_than_a_ladder(tmp_path):
 
 def test_a_step_reads_the_experts_that_its_tokens_choose():
     net, c = random_model(MIXTURE), MIXTURE
+    mixture = c.find(Mixture)
     one, three, drafted = (step_bytes(net, net.new_cache(n, 8), 0, more) for n, more in [(1, 0), (3, 0), (1, 2)])
-    more = (c.n_layers - 1) * c.n_experts * 3 * c.dim * c.expert_size * 4 * ((1 - 0.6**3) - 0.4)
+    more = (c.n_layers - 1) * mixture.n_experts * 3 * c.dim * mixture.expert_size * 4 * ((1 - 0.6**3) - 0.4)
     assert three == drafted == pytest.approx(one + more)
 
 
@@ -184,8 +192,8 @@ def test_a_limit_counts_the_experts_that_its_tokens_choose():
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 @pytest.mark.parametrize("ranks, wiring", [(1, "ladder"), (2, "ladder"), (3, "farskip")])
 def test_integers_are_their_dequantized_twin(mode, ranks, wiring, tmp_path):
-    config = dataclasses.replace(SHARED, dim=64, expert_size=96, shared_expert_size=64)  # no MLP of 100 neurons
-    config = dataclasses.replace(config, wiring=wiring, head_dim=16, n_heads=12, n_kv_heads=4)
+    config = change(SHARED, dim=64, mixture={"expert_size": 96, "shared_expert_size": 64})  # no MLP of 100 neurons
+    config = change(config, wiring=wiring, head_dim=16, n_heads=12, n_kv_heads=4)
     names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
     assert {"layers.0.feed_forward.experts.w2.scales", "layers.0.feed_forward.router.weight"} <= names
     assert "layers.0.feed_forward.router.scales" not in names
@@ -265,7 +273,7 @@ def one(x, matrices, e):
 def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
     """On a CPU, where grouped_mm asks for rows of whole 16 bytes, too."""
     E, D, neurons, k, generator = 5, 64, 96, 2, torch.Generator().manual_seed(ranks)
-    x, config = torch.randn(8, D, generator=generator).bfloat16(), dataclasses.replace(MIXTURE, expert_size=neurons)
+    x, config = torch.randn(8, D, generator=generator).bfloat16(), change(MIXTURE, mixture={"expert_size": neurons})
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in x])
     w1, w3, w2 = (random_experts(bits, E, N, K, generator) for N, K in [(neurons, D)] * 2 + [(D, neurons)])
     expected = torch.ops.ladder.experts(x.double(), chosen, *map(in_float64, (w1, w3, w2)), [])
@@ -303,8 +311,14 @@ def test_a_gpu_s_compiled_step_waits_for_nothing(kind, tokens, compiles, way, mo
     assert calls == [way] * bool(way)
 
 
-WIDE = dataclasses.replace(
-    SHARED, dim=128, head_dim=64, n_heads=4, n_kv_heads=4, expert_size=96, shared_expert_size=64, wiring="ladder"
+WIDE = change(
+    SHARED,
+    dim=128,
+    head_dim=64,
+    n_heads=4,
+    n_kv_heads=4,
+    wiring="ladder",
+    mixture={"expert_size": 96, "shared_expert_size": 64},
 )
 
 
@@ -334,7 +348,7 @@ def test_compiled_decode_is_the_eager_one(mode, tmp_path):
 @pytest.mark.parametrize("config", [MIXTURE, SHARED], ids=config_id)
 def test_a_gradient_passes_through_the_experts(config):
     """Against a model in float64 whose MLPs compute every expert for every token."""
-    moe = MoE(config).double()
+    moe = MoE(config.dim, config.find(Mixture)).double()
     for weight in moe.parameters():
         torch.nn.init.normal_(weight, 0, 0.3)
     experts.make_differentiable(moe, compiles=False)
@@ -406,7 +420,7 @@ def test_export_gives_back_the_family(family, tmp_path):
     assert type(back) is type(theirs)
     with torch.no_grad():
         assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
-    with pytest.raises(InputError, match="n_experts 5 has no Hugging Face form"):
+    with pytest.raises(InputError, match="a model with mixture has no Hugging Face form"):
         to_hf.main([str(tmp_path / "ours"), "--ladder", "--out", str(tmp_path / "ladder")])
 
 
@@ -437,29 +451,28 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
     "changes, words",
     [
         *(({"wiring": wiring}, "not for mixtures") for wiring in ("spd", "delayed:1", "desync:4")),
-        ({"n_experts": None}, "experts_per_token is for a mixture"),
-        ({"expert_size": None}, "needs an expert_size"),
-        ({"dense_layers": (3,)}, "dense_layers takes layers from 0 to 2"),
-        ({"shared_expert_gate": True}, "shared_expert_gate needs a shared_expert_size"),
+        ({"mixture": {"experts_per_token": 6}}, "experts_per_token is 6 but must be from 1 to 5"),
+        ({"mixture": {"dense_layers": (3,)}}, "dense_layers takes layers from 0 to 2"),
+        ({"mixture": {"shared_expert_gate": True}}, "shared_expert_gate needs a shared_expert_size"),
         ({"mlp_bias": True}, "mlp_bias is not for a mixture"),
         ({"activation": "gelu_tanh"}, "activation gelu_tanh is not for a mixture"),
         (
-            {"shared_expert_size": 28, "post_norms": True, "wiring": "farskip"},
+            {"mixture": {"shared_expert_size": 28}, "post_norms": True, "wiring": "farskip"},
             "farskip is not for models with post_norms",
         ),
         (
-            {"quant": "int4", "group_size": 32, "dim": 64, "expert_size": 32, "not_quantized": ("wo",)},
+            {"quant": "int4", "group_size": 32, "dim": 64, "mixture": {"expert_size": 32}, "not_quantized": ("wo",)},
             "w2 .100.: keep w2",
         ),
     ],
 )
 def test_bad_configs_are_one_line(changes, words):
     with pytest.raises(InputError, match=words):
-        dataclasses.replace(MIXTURE, **changes)
+        change(MIXTURE, **changes)
 
 
 def test_a_rank_without_eight_neurons_is_refused():
-    config = dataclasses.replace(MIXTURE, expert_size=24)
+    config = change(MIXTURE, mixture={"expert_size": 24})
     with pytest.raises(InputError, match="cannot shard 24 neurons in groups of 8: use 1 to 3"):
         tp.shard_plan(config, 0, (1,) * 4)
 

@@ -1,11 +1,10 @@
 """gpt-oss: attention sinks, experts with biases, MXFP4, against transformers; on ranks, in integers, in kernels."""
 
-import dataclasses
 import time
 
 import pytest
 import torch
-from helpers import BASE, counted_kernels, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows
+from helpers import BASE, change, counted_kernels, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows
 from test_convert import YARN, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model, take_state
 from test_cpu import attention, numbers
 from test_drafts import make_runner
@@ -16,6 +15,8 @@ from test_serve import in_turns
 
 import generate
 from extras.export import to_hf
+from ladder.architectures import experts
+from ladder.architectures.mixture import Mixture, MoE
 from ladder.chat.rendering import render
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.checkpoints.tokenizer import Tokenizer
@@ -24,8 +25,6 @@ from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.gpu.split_attention import split_attend
-from ladder.layers import experts
-from ladder.layers.mixture import MoE
 from model import attend, build
 from tp import load_shard
 
@@ -73,13 +72,13 @@ def test_mxfp4_is_what_its_numbers_say(tmp_path):
     assert all(torch.equal(weight, same[name]) for name, weight in take_state(tmp_path / "ours").items())
 
 
-CONFIG = dataclasses.replace(
-    BASE, n_heads=12, n_kv_heads=4, qkv_bias=True, wo_bias=True, attention_sinks=True, mlp_bias=True,
-    activation="clamped_swiglu", n_experts=5, experts_per_token=2, expert_size=40, sliding_window=4,
+CONFIG = change(
+    BASE, n_heads=12, n_kv_heads=4, qkv_bias=True, wo_bias=True, attention_sinks=True, sliding_window=4,
+    mixture={"n_experts": 5, "experts_per_token": 2, "expert_size": 40, "clamped_swiglu": True},
     window_layers=(0, 2), wiring="ladder",
 )  # fmt: skip
-FEW_KV_HEADS = dataclasses.replace(CONFIG, n_kv_heads=2, wiring="farskip")  # of which several ranks have a copy
-CONFIGS = [CONFIG, FEW_KV_HEADS, *(dataclasses.replace(CONFIG, wiring=w) for w in ("standard", "parallel-ladder"))]
+FEW_KV_HEADS = change(CONFIG, n_kv_heads=2, wiring="farskip")  # of which several ranks have a copy
+CONFIGS = [CONFIG, FEW_KV_HEADS, *(change(CONFIG, wiring=w) for w in ("standard", "parallel-ladder"))]
 SLOW = pytest.mark.slow
 
 
@@ -94,14 +93,14 @@ def test_ranks_compute_what_one_device_does(ranks, configs, how):
 
 @pytest.mark.parametrize("mode, ranks", [("int8", 1), ("int8", 3), ("int4", 2)])
 def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
-    config = dataclasses.replace(CONFIG, dim=64, head_dim=16, n_heads=8, expert_size=96)
+    config = change(CONFIG, dim=64, head_dim=16, n_heads=8, mixture={"expert_size": 96})
     names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
     assert "layers.0.feed_forward.experts.w2.bias" in names and "layers.0.feed_forward.router.scales" not in names
 
 
 def test_a_prefill_in_chunks_a_server_and_a_draft_compute_the_same():
     net, ids = random_model(CONFIG), [[1, 5, 6, 7, 1, 5], [1, 9, 3, 9, 3]]
-    runner = make_runner(net, random_model(dataclasses.replace(BASE, n_layers=1)), 3, 2, 30)
+    runner = make_runner(net, random_model(change(BASE, n_layers=1)), 3, 2, 30)
     runner.chunk_tokens = 4
     assert generate.generate(runner, ids, 6, Sampler(0)).rows == [greedy_tokens(net, row, 6) for row in ids]
     ends = [greedy_tokens(net, row, 6, end=2) for row in ids]
@@ -133,7 +132,7 @@ def test_few_positions_with_sinks_against_float64(G):
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
 def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
     more = {"int8": {"not_quantized": ("w2",)}, "int4": {"group_size": 32}, None: {}}[quant]
-    config = dataclasses.replace(CONFIG, head_dim=64, dim=64, expert_size=64, quant=quant, **more)
+    config = change(CONFIG, head_dim=64, dim=64, mixture={"expert_size": 64}, quant=quant, **more)
     dtypes = torch.float32, torch.bfloat16, torch.bfloat16
     nets = [load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu") for dtype in dtypes]
     for name, weight in (pair for net in nets for pair in net.named_parameters()):
@@ -148,7 +147,7 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
         with torch.inference_mode(), counted_kernels() as counts:
             steps.append(last_logits(net, *unequal_rows(config)).float())
             prefills.append(net(torch.arange(80).view(2, 40) % 50).float())  # more than FEW_POSITIONS
-    assert {"model.attend", "ladder.layers.experts.Experts.forward"} <= counts.keys()
+    assert {"model.attend", "ladder.architectures.experts.Experts.forward"} <= counts.keys()
     for exact, plain, fast in steps, prefills:
         assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
 
@@ -162,7 +161,7 @@ def captured(x, *arguments):
 
 @pytest.mark.parametrize("way", [experts.experts_on_a_gpu, experts.gathered, experts.every, captured])
 def test_products_for_a_gpu_know_biases(way):
-    moe, x = MoE(CONFIG), torch.randn(8, 48)
+    moe, x = MoE(CONFIG.dim, CONFIG.find(Mixture)), torch.randn(8, 48)
     for weight in moe.parameters():
         torch.nn.init.normal_(weight, 0, 0.5)
     three, (_, chosen) = (moe.experts.w1, moe.experts.w3, moe.experts.w2), moe.choose(x)
@@ -198,12 +197,10 @@ def test_the_named_size_has_the_published_parameter_count():
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"mlp_bias": False}, "activation clamped_swiglu is not for a mixture of experts, unless"),
-    ({"shared_expert_size": 8}, "clamped_swiglu is not for shared experts"),
+    ({"mixture": {"shared_expert_size": 8}}, "clamped_swiglu is not for shared experts"),
     ({"score_cap": 3.0}, "attention_sinks are not for score_cap"),
-    ({"n_experts": None, "experts_per_token": None, "expert_size": None}, "'clamped_swiglu' is unknown"),
     ({"rope_scaling": {"factor": 2.0, "truncate": False}}, "truncate False, which only yarn has"),
 ])  # fmt: skip
 def test_bad_configs_are_one_line(changes, words):
     with pytest.raises(InputError, match=words):
-        dataclasses.replace(CONFIG, **changes)
+        change(CONFIG, **changes)

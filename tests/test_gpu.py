@@ -6,7 +6,6 @@ LADDER_TEST_GPU=cpu python -m pytest tests/test_gpu.py  # the same on a CPU, to 
 
 # The order matters: `make gpu` has 150 s, of which a cold compiler takes most, so the telling tests come first.
 
-import dataclasses
 import json
 import os
 import signal
@@ -17,7 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import WIRED, check_split_attention, command, last_logits, random_model, script, unequal_rows, wired_id
+from helpers import (
+    WIRED,
+    change,
+    check_split_attention,
+    command,
+    last_logits,
+    random_model,
+    script,
+    unequal_rows,
+    wired_id,
+)
 from reference import MixtureReference
 
 from ladder.checkpoints.sizes import RandomWeights
@@ -37,7 +46,10 @@ COMPILED = pytest.mark.parametrize("compile", [False, True], ids=["eager", "comp
 # shapes that all kernels take: K in multiples of 128, N of 8
 CONFIG = Config(3, 8, 2, 16, 128, 256, 136, 64, bos_id=1, eos_ids=(2,))
 # mixtures whose steps gather the experts that tokens choose, or have all compute
-MIXED = [{**WIRED[1], "n_experts": 5, "experts_per_token": k, "expert_size": 72, "dense_layers": (1,)} for k in (1, 4)]
+MIXED = [
+    {**WIRED[1], "mixture": {"n_experts": 5, "experts_per_token": k, "expert_size": 72, "dense_layers": (1,)}}
+    for k in (1, 4)
+]
 STEPS = 4  # of decode: of the same CUDA graph, which the first captures
 
 
@@ -62,7 +74,7 @@ def expected(config, state, tokens, lengths):
 @pytest.mark.parametrize("changes", WIRED[:2] + MIXED, ids=wired_id)
 def test_a_model_computes_what_float64_does(changes, compile):
     """In rows of different lengths: one that read another's would be seen."""
-    config = dataclasses.replace(CONFIG, **changes)
+    config = change(CONFIG, **changes)
     net = random_model(config)
     tokens, lengths = unequal_rows(config)
     exact = expected(config, net.state_dict(), tokens, lengths)
@@ -79,7 +91,7 @@ def test_attention_with_split_keys_is_attention(count, window, T, sinks):
 
 def quantized(quant, **changes):
     """(model of random integers in bfloat16 with the kernels of its device, what they stand for as a state dict)."""
-    config = dataclasses.replace(CONFIG, quant=quant, group_size=64 if quant == "int4" else None, **changes)
+    config = change(CONFIG, quant=quant, group_size=64 if quant == "int4" else None, **changes)
     net = load_shard(config, RandomWeights(config, DEVICE), torch.bfloat16, DEVICE)
     state = dict(net.state_dict())
     for name, module in net.named_modules():

@@ -1,6 +1,5 @@
 """Files that are truncated, misplaced or a stranger's: no code in them runs, and each ends in one line."""
 
-import dataclasses
 import json
 import os
 from types import SimpleNamespace
@@ -58,7 +57,7 @@ def test_our_config_refuses(tmp_path):
         (tmp_path / "config.json").write_text(text, errors="surrogateescape")
         refused(message, checkpoint.read_config, tmp_path)
     for changes, message in VALUES:
-        values = json.loads(json.dumps(dataclasses.asdict(BASE) | changes))
+        values = json.loads(json.dumps(writing.config_values(BASE) | changes))
         refused(message, checkpoint.make_config, values, "config.json")
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, last_logits, run_ranks, write_model
+from helpers import BASE, change, last_logits, run_ranks, write_model
 from laneformer import Laneformer
 from safetensors.torch import load_file, save_file
 from test_quantize import dequantized_state
@@ -16,7 +16,7 @@ from test_wiring import eager_order
 import convert_hf_checkpoint
 import generate
 import quantize
-from ladder.checkpoints import checkpoint, huggingface
+from ladder.checkpoints import checkpoint, huggingface, writing
 from ladder.errors import InputError
 
 SHAPE = {
@@ -122,15 +122,21 @@ def test_a_compiled_step_computes_it_with_one_lane_a_rank_and_with_two(lanes, tm
 @pytest.mark.parametrize("changes, words", [
     ({"wiring": "laneformer-3/2"}, "a Laneformer's delay is of whole layers"),
     ({"laneformer": {"lane_head": "lane"}}, "lane_head 'lane' is none of"),
-    ({"laneformer": {"early": True}}, "early True is none of early_comm, attention_comm"),
     ({"wiring": "laneformer", "laneformer": {"lane_norms": True}}, "but wiring laneformer names no lanes"),
     ({"laneformer": {"lane_head": "vocab_parallel"}}, "vocab_size 131 is no multiple of 16 for each of its lanes"),
 ], ids=str)  # fmt: skip
 def test_settings_that_make_no_model_are_one_clear_line(changes, words):
     with pytest.raises(InputError, match=words):
-        dataclasses.replace(BASE, **{"wiring": "laneformer-2/2", **changes})
+        change(BASE, **{"wiring": "laneformer-2/2", **changes})
     with pytest.raises(InputError, match="only for wiring laneformer"):
-        checkpoint.make_config({**dataclasses.asdict(BASE), "laneformer": {"lane_norms": True}}, "config.json")
+        change(BASE, laneformer={"lane_norms": True})
+    values = {
+        **writing.config_values(BASE),
+        "wiring": "laneformer-2/2",
+        "architecture": {"laneformer": {"early": True}},
+    }
+    with pytest.raises(InputError, match="^config.json: laneformer: unknown key 'early'$"):
+        checkpoint.make_config(values, "config.json")
 
 
 def test_order_of_the_loop():

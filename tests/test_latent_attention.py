@@ -7,7 +7,17 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-from helpers import ANY_TP, BASE, counted_kernels, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows
+from helpers import (
+    ANY_TP,
+    BASE,
+    change,
+    counted_kernels,
+    greedy_tokens,
+    last_logits,
+    random_model,
+    run_ranks,
+    unequal_rows,
+)
 from test_convert import (
     YARN,
     change_tensors,
@@ -20,6 +30,7 @@ from test_convert import (
 )
 from test_drafts import make_runner
 from test_experts import check_integers
+from test_linear_attention import SETTINGS as LINEAR
 from test_linear_attention import WAYS, check_ranks
 from test_quantized_files import BLOCKS, fp8, write
 from test_serve import in_turns
@@ -28,6 +39,7 @@ import generate
 from extras.export import to_hf
 from extras.measure import advise
 from generate import Runner
+from ladder.architectures.mixture import Mixture, MoE
 from ladder.checkpoints import checkpoint, huggingface
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.decoding.batch import Sampler
@@ -35,7 +47,6 @@ from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.layers.attention_inputs import attention_metadata
-from ladder.layers.mixture import MoE
 from ladder.memory import step_bytes
 from model import build
 from tp import load_shard
@@ -149,7 +160,7 @@ def test_e4m3_in_blocks_becomes_rows(family, tmp_path):
 def test_instella_is_deepseek_with_gates_and_two_streams(tmp_path):
     theirs = instella(tmp_path / "hf")
     ours = convert(tmp_path / "hf", tmp_path / "ours")
-    assert ours.config.wiring == "farskip" and ours.config.dense_layers == (0,)
+    assert ours.config.wiring == "farskip" and ours.config.find(Mixture).dense_layers == (0,)
     check_parity(ours, theirs)
 
 
@@ -195,7 +206,7 @@ BAD = [
     ({"topk_group": 1, "num_experts_per_tok": 3}, {}, "num_experts_per_tok 3 are more than 1 groups have"),
     ({"kv_lora_rank": None}, {}, "kv_lora_rank is null but must be a whole number above 0"),
     ({"moe_intermediate_size": None}, {}, "moe_intermediate_size is null but must be a number above 0"),
-    ({"n_routed_experts": None}, {}, "router 'sigmoid' is for a mixture of experts"),
+    ({"n_routed_experts": None}, {}, "n_routed_experts is null but must be a number above 0"),
     ({"scoring_func": "softmax"}, {}, "scoring_func 'softmax' is not supported, only 'sigmoid' is"),
     ({"topk_method": "greedy"}, {}, "topk_method 'greedy' is not supported, only 'noaux_tc' is"),
     ({"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0, "rope_theta": 500.0}}, {}, "mscale_all_dim nee"),
@@ -238,8 +249,9 @@ def test_deepseek_v2_is_not_read_as_v3(values, words, tmp_path):
 @pytest.mark.parametrize("router, groups", [*itertools.product(("sigmoid", "softmax in float32"), (None, 4))])
 def test_experts_are_chosen_as_a_loop_in_float64_chooses_them(router, groups):
     """One expert after another, with ties: of equal scores the same number of experts is chosen."""
-    config = dataclasses.replace(MIXTURE, router=router, expert_groups=groups, chosen_groups=groups and 2)
-    moe, x = MoE(config), torch.randn(50, 48, generator=torch.Generator().manual_seed(0))
+    routing = {"router": router, "expert_groups": groups, "chosen_groups": groups and 2}
+    moe = MoE(MIXTURE.dim, dataclasses.replace(MIXTURE.find(Mixture), **routing))
+    x = torch.randn(50, 48, generator=torch.Generator().manual_seed(0))
     for weight in moe.parameters():
         nn.init.normal_(weight, 0, 0.3)
     x[0] = 0  # all logits are 0
@@ -266,16 +278,20 @@ def test_experts_are_chosen_as_a_loop_in_float64_chooses_them(router, groups):
 # Two ways to compute, wirings, ranks, compiled, integers
 
 SETTINGS = {"query_rank": None, "latent_dim": 24, "key_dim": 8, "rope_dim": 4, "value_dim": 10}
-LATENT = {"n_kv_heads": 6, "head_dim": 12, "rotary_dim": 4, "latent_attention": SETTINGS, "query_scale": 1.3}
-CONFIG = dataclasses.replace(BASE, **LATENT, attention_gate=True)
-MIXTURE = dataclasses.replace(
-    BASE, n_experts=8, experts_per_token=3, expert_size=40, shared_expert_size=28, dense_layers=(0,), expert_scale=2.5,
-    router="sigmoid", wiring="farskip",
+LATENT = {"n_kv_heads": 6, "head_dim": 12, "rotary_dim": 4, "latent": SETTINGS, "query_scale": 1.3}
+CONFIG = change(BASE, **{**LATENT, "latent": {**SETTINGS, "gate": True}})
+MIXTURE = change(
+    BASE, wiring="farskip", mixture={
+        "n_experts": 8, "experts_per_token": 3, "expert_size": 40, "shared_expert_size": 28, "dense_layers": (0,),
+        "expert_scale": 2.5, "router": "sigmoid",
+    },
 )  # fmt: skip
-INSTELLA = dataclasses.replace(MIXTURE, **LATENT, attention_gate=True, expert_groups=4, chosen_groups=2)
-WITH_RANK = {**LATENT, "latent_attention": {**SETTINGS, "query_rank": 20}}
-CONFIGS = [*(dataclasses.replace(CONFIG, **changes) for changes in ANY_TP), INSTELLA]
-CONFIGS += [dataclasses.replace(BASE, **WITH_RANK, wiring="ladder"), dataclasses.replace(CONFIG, wiring="spd/6")]
+INSTELLA = change(
+    MIXTURE, **{**LATENT, "latent": {**SETTINGS, "gate": True}}, mixture={"expert_groups": 4, "chosen_groups": 2}
+)
+WITH_RANK = {**LATENT, "latent": {**SETTINGS, "query_rank": 20}}
+CONFIGS = [*(change(CONFIG, **changes) for changes in ANY_TP), INSTELLA]
+CONFIGS += [change(BASE, **WITH_RANK, wiring="ladder"), change(CONFIG, wiring="spd/6")]
 
 
 @pytest.mark.parametrize("length, chunk_tokens", [(40, None), (40, 3 * 16), (9, 3)])
@@ -319,7 +335,7 @@ def test_a_server_s_rows_answer_as_if_alone(ranks):
 
 def test_greedy_tokens_do_not_know_of_a_draft():
     net, ids = random_model(CONFIG), [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3]]
-    runner = make_runner(net, random_model(dataclasses.replace(BASE, n_layers=1)), 3, 2, 30)
+    runner = make_runner(net, random_model(change(BASE, n_layers=1)), 3, 2, 30)
     assert generate.generate(runner, ids, 12, Sampler(0)).rows == [greedy_tokens(net, row, 12) for row in ids]
 
 
@@ -333,8 +349,8 @@ def test_compiled_ranks_compute_it_too(ranks, prefill):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
     settings = {**SETTINGS, "value_dim": 16, "query_rank": 32}
-    config = dataclasses.replace(INSTELLA, dim=64, intermediate_size=96, expert_size=32, shared_expert_size=32)
-    config = dataclasses.replace(config, latent_attention=settings)
+    config = change(INSTELLA, dim=64, intermediate_size=96, latent=settings)
+    config = change(config, mixture={"expert_size": 32, "shared_expert_size": 32})
     names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
     kept = {re.sub(r"layers\.\d+\.", "", name) for name in names}
     assert {f"attention.{w}.scales" for w in ("wq_a", "wq_b", "wkv_a", "wgate", "wo")} <= kept
@@ -348,7 +364,7 @@ def test_routers_stay_float32_in_a_model_in_bfloat16():
 
 
 def test_the_kernels_for_few_rows_compute_a_bfloat16_step():
-    config = dataclasses.replace(CONFIG, wiring="ladder")
+    config = change(CONFIG, wiring="ladder")
     exact, plain, fast = (
         load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
         for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
@@ -358,7 +374,7 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step():
         compiling.use_decode_kernels(fast)
         with counted_kernels() as counts:
             fast = last_logits(fast, *unequal_rows(config)).float()
-    assert counts["ladder.layers.latent_attention.LatentAttention.to_values"]  # its latents are too short for attend's
+    assert counts["ladder.architectures.latent.LatentAttention.to_values"]  # its latents are too short for attend's
     assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
 
 
@@ -368,7 +384,7 @@ def test_few_positions_attend_to_latents_as_in_float64(N, S, compile, monkeypatc
     """A rank's N heads, three rows with unequal pasts; the cache is not a number where no row may look."""
     sizes = {"query_rank": None, "latent_dim": 128, "key_dim": 48, "rope_dim": 32, "value_dim": 20}
     shape = {"dim": 64, "n_heads": N, "n_kv_heads": N, "head_dim": 80, "rotary_dim": 32, "n_layers": 1}
-    config = dataclasses.replace(CONFIG, **shape, latent_attention=sizes)
+    config = change(CONFIG, **shape, latent=sizes)
     exact, plain, fast = (
         load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
         for dtype in (torch.float64, torch.bfloat16, torch.bfloat16)
@@ -423,15 +439,15 @@ PUBLISHED = {"instella": 15.86, "deepseek-v2-lite": 15.706, "glm-4.5-air": 106.8
 def test_named_sizes_have_the_published_parameter_counts(name):
     n = sum(p.numel() for p in build(named_size(name)).parameters())
     assert n / 1e9 == pytest.approx(PUBLISHED[name], rel=0.005)
-    assert named_size(f"{name}:2").dense_layers == (0,)
+    assert named_size(f"{name}:2").find(Mixture).dense_layers == (0,)
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"latent_attention": {**SETTINGS, "value_dim": 0}}, "latent_attention: value_dim is 0, but it has query_rank"),
-    ({"latent_attention": {**SETTINGS, "x": 1}}, "latent_attention: x is 1"),
+    ({"latent": {"query_rank": 0}}, "query_rank is 0 but must be above 0"),
+    ({"linear": {"layers": (0,), **LINEAR}}, "a model with latent has no linear"),
     ({"n_kv_heads": 3}, "needs head_dim 12, rotary_dim 4 and n_kv_heads 6, not 12, 4 and 3"),
-    ({"qk_norm": True}, "qk_norm is not for latent_attention"),
+    ({"qk_norm": True}, "qk_norm is not for latent attention"),
 ])  # fmt: skip
 def test_bad_configs_are_one_line(changes, words):
     with pytest.raises(InputError, match=words):
-        dataclasses.replace(CONFIG, **changes)
+        change(CONFIG, **changes)

@@ -1,6 +1,5 @@
 """Linear attention: against a naive float64 recurrence and transformers, on ranks, compiled, in integers."""
 
-import dataclasses
 import json
 import re
 
@@ -10,6 +9,7 @@ import torch
 from helpers import (
     ANY_TP,
     BASE,
+    change,
     counted_kernels,
     last_logits,
     random_model,
@@ -33,14 +33,14 @@ from test_experts import check_integers
 from extras.export import verify
 from extras.measure import advise
 from generate import Runner
-from ladder.checkpoints import huggingface
+from ladder.architectures.linear import gated_delta_rule, normalized
+from ladder.checkpoints import checkpoint, huggingface, writing
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.command_line.draft_flag import read_draft
 from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.lanes.lanes import load_lanes
-from ladder.layers.linear_attention import gated_delta_rule, normalized
 from ladder.memory import step_bytes
 from model import build
 from tp import load_shard, shard_plan
@@ -135,22 +135,25 @@ def test_the_language_model_beside_a_tower_for_pictures(outer, family, tmp_path,
 # Wirings, ranks, compiled
 
 SETTINGS = {"key_heads": 5, "value_heads": 10, "key_dim": 8, "value_dim": 12, "conv_width": 4}
-CONFIG = dataclasses.replace(
-    BASE, n_heads=12, n_kv_heads=2, norm="rms+1", qk_norm=True, attention_gate=True, linear_layers=(0, 2),
-    linear_attention=SETTINGS, tie_embeddings=True,
+CONFIG = change(
+    BASE, n_heads=12, n_kv_heads=2, norm="rms+1", qk_norm=True, attention_gate=True,
+    linear={"layers": (0, 2), **SETTINGS}, tie_embeddings=True,
 )  # fmt: skip
-MIXTURE = dataclasses.replace(
-    CONFIG, n_experts=5, experts_per_token=2, expert_size=36, shared_expert_size=28, shared_expert_gate=True,
+MIXTURE = change(
+    CONFIG, mixture={
+        "n_experts": 5, "experts_per_token": 2, "expert_size": 36, "shared_expert_size": 28, "shared_expert_gate": True,
+    },
     wiring="farskip", tie_embeddings=False, n_kv_heads=4,
 )  # fmt: skip
-CONFIGS = [*(dataclasses.replace(CONFIG, **changes) for changes in ANY_TP), MIXTURE]
-LANES = dataclasses.replace(CONFIG, wiring="spd/4")  # each has states of its own
+CONFIGS = [*(change(CONFIG, **changes) for changes in ANY_TP), MIXTURE]
+LANES = change(CONFIG, wiring="spd/4")  # each has states of its own
 
 
 def long_memory(config):
     net, generator = random_model(config), torch.Generator().manual_seed(0)
-    for layer in config.linear_layers:
-        torch.nn.init.uniform_(net.layers[layer].attention.A_log, -5, 0, generator)
+    for name, parameter in net.named_parameters():
+        if name.endswith("A_log"):
+            torch.nn.init.uniform_(parameter, -5, 0, generator)
     return net
 
 
@@ -176,7 +179,7 @@ def test_ranks_compute_what_one_device_does(ranks, configs):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, prefill", [(1, False), (1, True), (3, True)])
 def test_compiled_ranks_compute_it_too(ranks, prefill):
-    config = dataclasses.replace(CONFIG, n_layers=2, linear_layers=(0,), wiring="ladder")
+    config = change(CONFIG, n_layers=2, linear={"layers": (0,)}, wiring="ladder")
     check_ranks(ranks, [config], [{"compile": True, "compile_prefill": prefill}])
 
 
@@ -216,7 +219,7 @@ def test_a_prefill_in_parts_passes_the_state_on(part):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
     settings = {**SETTINGS, "key_dim": 32, "value_dim": 32}
-    config = dataclasses.replace(CONFIG, dim=64, head_dim=16, intermediate_size=96, linear_attention=settings)
+    config = change(CONFIG, dim=64, head_dim=16, intermediate_size=96, linear=settings)
     state = {name: w for name, w in long_memory(config).state_dict().items() if name != "output.weight"}  # tied
     names = check_integers(config, state, mode, ranks, tmp_path)
     assert {"layers.0.attention.wqkvz.scales", "layers.0.attention.wout.scales"} <= names
@@ -226,7 +229,7 @@ def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", [None, "int8"])
 def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
-    config = dataclasses.replace(CONFIG, head_dim=64, quant=quant)
+    config = change(CONFIG, head_dim=64, quant=quant)
     exact, plain, fast = (
         load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
         for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
@@ -245,7 +248,7 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
 
 
 def test_bytes_of_a_step_and_of_the_advisor():
-    config = dataclasses.replace(CONFIG, n_layers=4, linear_layers=(0, 1, 2))
+    config = change(CONFIG, n_layers=4, linear={"layers": (0, 1, 2)})
     net = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu")
     cache = net.new_cache(2, 9)
     attention = [sum(p.nbytes for n, p in b.attention.named_parameters() if "norm" not in n) for b in net.layers]
@@ -261,17 +264,26 @@ def test_bytes_of_a_step_and_of_the_advisor():
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"linear_layers": (3,)}, "linear_layers takes layers from 0 to 2"),
-    ({"linear_attention": None}, "key_heads is None, but it has"),
-    ({"linear_attention": {**SETTINGS, "conv_width": 0}}, "conv_width is 0, but"),
-    ({"linear_attention": {**SETTINGS, "value_heads": 7}}, "value_heads 7 is no multiple of key_heads 5"),
-    ({"linear_attention": {**SETTINGS, "key_dim": 2**40}}, "key_dim is 1099511627776, but"),
-    ({"linear_attention": {**SETTINGS, "depth": 7}}, "depth is 7, but"),
+    ({"linear": {"layers": (3,)}}, "linear: layers are from 0 to 2, not .3,."),
+    ({"linear": {"value_heads": 7}}, "value_heads 7 is no multiple of key_heads 5"),
     ({"quant": "int4", "group_size": 32, "dim": 64, "head_dim": 16, "not_quantized": ("w2",)}, "wout .120.: keep wout"),
 ])  # fmt: skip
 def test_bad_configs_are_one_line(changes, words):
     with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):
-        dataclasses.replace(CONFIG, **changes)
+        change(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("settings, words", [
+    (SETTINGS, "linear: no key 'layers'"),
+    ({"layers": [0], **SETTINGS, "conv_width": 0}, "linear: conv_width is 0 but must be int above 0"),
+    ({"layers": [0], **SETTINGS, "key_dim": 2**40}, "linear: key_dim is 1099511627776 but must be int above 0"),
+    ({"layers": [0], **SETTINGS, "depth": 7}, "linear: unknown key 'depth'"),
+    ([], "'linear' is unknown, or no object"),
+])  # fmt: skip
+def test_settings_of_the_wrong_type_are_one_line(settings, words):
+    values = {**writing.config_values(BASE), "architecture": {"linear": settings}}
+    with pytest.raises(InputError, match=f"^config.json: [^\n]*{words}[^\n]*$"):
+        checkpoint.make_config(values, "config.json")
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -292,5 +304,5 @@ def test_more_ranks_than_key_heads_and_drafts_are_refused(tmp_path):
     (tmp_path / "small").mkdir()
     write_model(tmp_path / "small", CONFIG, long_memory(CONFIG).state_dict(), torch.float32)
     for draft, config in ("ngram", CONFIG), (str(tmp_path / "small"), BASE):
-        with pytest.raises(InputError, match=f"--draft {draft}: .* with linear_layers neither drafts nor is drafted"):
+        with pytest.raises(InputError, match=f"--draft {draft}: .* with linear attention neither drafts nor is"):
             read_draft(draft, config, None)

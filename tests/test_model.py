@@ -9,7 +9,7 @@ import torch
 from helpers import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, wired_id
 from test_wiring import check_against_the_reference
 
-from ladder.checkpoints import checkpoint
+from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.sizes import SIZES
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import rope_frequencies
@@ -103,7 +103,7 @@ CONFIGS = [  # changes and the line
 
 @pytest.mark.parametrize("changes, message", CONFIGS, ids=str)
 def test_a_config_that_makes_no_model_is_one_clear_line(changes, message):
-    values = {**dataclasses.asdict(BASE), **changes}
+    values = {**writing.config_values(BASE), **changes}
     with pytest.raises(InputError, match=re.escape(message)) as error:
         checkpoint.make_config(values, "config.json")
     assert "\n" not in str(error.value)
@@ -111,4 +111,4 @@ def test_a_config_that_makes_no_model_is_one_clear_line(changes, message):
 
 def test_a_good_config_is_taken():
     for config in (BASE, dataclasses.replace(BASE, bos_id=0, eos_ids=(0, 2), wiring="ladder:0,")):
-        assert checkpoint.make_config(json.loads(json.dumps(dataclasses.asdict(config))), "config.json") == config
+        assert checkpoint.make_config(json.loads(json.dumps(writing.config_values(config))), "config.json") == config

@@ -1,10 +1,8 @@
 """What a run takes of the memory, said before it starts: weights and cache, against what a rank loads."""
 
-import dataclasses
-
 import pytest
 import torch
-from helpers import BASE, YARN
+from helpers import BASE, YARN, change
 
 import generate
 from ladder import memory
@@ -14,10 +12,11 @@ from ladder.ranks.world import World
 from tp import load_shard
 
 CPU = torch.device("cpu")
-SMALL = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5, head_dim=16, dim=192, intermediate_size=256, vocab_size=301)
+SMALL = change(BASE, n_heads=15, n_kv_heads=5, head_dim=16, dim=192, intermediate_size=256, vocab_size=301)
 LINEAR = {"key_heads": 7, "value_heads": 14, "key_dim": 8, "value_dim": 4, "conv_width": 3}
-LINEAR = {"n_heads": 16, "n_kv_heads": 8, "attention_gate": True, "linear_layers": (1,), "linear_attention": LINEAR}
-EXPERTS = {"n_experts": 3, "experts_per_token": 2, "expert_size": 64, "shared_expert_size": 64, "wiring": "farskip"}
+LINEAR = {"n_heads": 16, "n_kv_heads": 8, "attention_gate": True, "linear": {"layers": (1,), **LINEAR}}
+EXPERTS = {"n_experts": 3, "experts_per_token": 2, "expert_size": 64, "shared_expert_size": 64}
+EXPERTS = {"mixture": EXPERTS, "wiring": "farskip"}
 
 
 @pytest.mark.parametrize("changes, dtype", [
@@ -27,7 +26,7 @@ EXPERTS = {"n_experts": 3, "experts_per_token": 2, "expert_size": 64, "shared_ex
     ({"n_heads": 24, "n_kv_heads": 4, "quant": "int4", "group_size": 64}, torch.bfloat16),
 ])  # fmt: skip
 def test_a_run_that_does_not_fit_is_said_in_a_line_of_the_rank(changes, dtype, monkeypatch, capsys):
-    config = dataclasses.replace(SMALL, **changes)
+    config = change(SMALL, **changes)
     for rank, shares in (0, (1,)), (1, (1, 2)), (2, (1, 1, 1, 2)), (0, (1,) * 7):
         model = load_shard(config, sizes.RandomWeights(config, CPU), dtype, CPU, rank, shares)
         tied = config.tie_embeddings  # then the output head is rows of the table

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BASE, GEMMA, greedy_tokens, p_value, random_model, run_ranks, write_model
+from helpers import BASE, GEMMA, change, greedy_tokens, p_value, random_model, run_ranks, write_model
 from test_training import Letters, _train, check_alike, check_resumption, fresh, losses_of, retrain, trainee_like  # noqa: F401
 
 from extras.training import adapt, answers, choose, curves, data, own_text, partials
@@ -81,7 +81,7 @@ def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd, monk
         with pytest.raises(InputError, match=message):
             choose.main([*flags, *more.split()])
     mixture = {"n_experts": 4, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 16}
-    monkeypatch.setattr(writing, "read_original", lambda folder: dataclasses.replace(config, **mixture))
+    monkeypatch.setattr(writing, "read_original", lambda folder: change(config, mixture=mixture))
     with pytest.raises(InputError, match="farskip of standard: layers are chosen one by one"):
         choose.main([*flags, "--wiring", "farskip"])
 

@@ -1,7 +1,6 @@
 """Training: what is read and minimised; ranks and interruptions change nothing; the best weights are written."""
 
 import contextlib
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, StateWeights, random_model, run_ranks, train_tokenizer, write_model
+from helpers import BASE, StateWeights, change, random_model, run_ranks, train_tokenizer, write_model
 from test_writers import check_kills
 
 import eval as evaluate
@@ -127,7 +126,7 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
     tokenizer = load_tokenizer(tiny)
     data.tokenize([tmp_path / "a.txt"], tokenizer, [2], tmp_path / "x.tokens")
     config = rewired(checkpoint.read_config(tiny), "ladder")
-    model = random_model(dataclasses.replace(config, sliding_window=4, window_layers=(1,))).double()
+    model = random_model(change(config, sliding_window=4, window_layers=(1,))).double()
     n = (tmp_path / "x.tokens").stat().st_size // TOKEN.itemsize
     batch = Windows([tmp_path / "x.tokens"], n - 1, "").batch([0])
     trainee, expected = trainee_like(model), 0.0
@@ -140,7 +139,7 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
 
 def test_the_loss_is_the_naive_one(monkeypatch):
     monkeypatch.setattr(adapt, "LOSS_TOKENS", 4)
-    student = random_model(dataclasses.replace(BASE, wiring="ladder:2"), 1).double()
+    student = random_model(change(BASE, wiring="ladder:2"), 1).double()
     teacher = random_model(BASE, 2).double()
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
@@ -177,14 +176,14 @@ BIASED = {"qkv_bias": True, "wo_bias": True, "mlp_bias": True}  # of lanes one a
 LANED = ["spd/4", "spd-ladder:0,2/3", "delayed-3/2", "desync:4/4", "ladder-2"]  # and more lanes than KV heads
 CONFIGS = [{"wiring": wiring, "qk_norm": True, **BIASED} for wiring in LANED]
 EXPERTS = {"n_experts": 5, "experts_per_token": 2, "expert_size": 36, "dense_layers": (1,)}
-SHARED = {**EXPERTS, "shared_expert_size": 28, "shared_expert_gate": True}
+SHARED = {"mixture": {**EXPERTS, "shared_expert_size": 28, "shared_expert_gate": True}}
 GPT_OSS = {
-    **EXPERTS, **BIASED, "dense_layers": (), "attention_sinks": True, "activation": "clamped_swiglu",
-    "wiring": "ladder",
+    "qkv_bias": True, "wo_bias": True, "attention_sinks": True, "wiring": "ladder",
+    "mixture": {**EXPERTS, "dense_layers": (), "clamped_swiglu": True},
 }  # fmt: skip
 OTHERS = [
     {"wiring": "ladder", "tie_embeddings": True},
-    {"wiring": "pair", **EXPERTS},
+    {"wiring": "pair", "mixture": EXPERTS},
     {"wiring": "farskip", **SHARED},
     GPT_OSS,
 ]
@@ -194,7 +193,7 @@ OTHERS = [
     (2, CONFIGS, "float32"), (3, OTHERS, "float32"), (4, OTHERS, "float32"), (2, CONFIGS + OTHERS, "bfloat16"),
 ])  # fmt: skip
 def test_ranks_compute_in_training_what_the_model_does_afterwards(tp_size, changes, dtype):
-    configs = [dataclasses.replace(BASE, **each) for each in changes]
+    configs = [change(BASE, **each) for each in changes]
     for rank in run_ranks(tp_size, run_each, configs, dtype):
         for config, x in zip(configs, rank, strict=True):
             weights = StateWeights(random_model(config).state_dict())
@@ -210,7 +209,7 @@ def test_ranks_compute_in_training_what_the_model_does_afterwards(tp_size, chang
 
 def test_recompute_keeps_only_the_inputs_of_attentions_and_mlps(fake_world):
     args, kept = adapt.parse([*NO_FILES, "--recompute"]), set()
-    model = adapt.build(dataclasses.replace(BASE, **SHARED), None, fake_world(0, 1), args)
+    model = adapt.build(change(BASE, **SHARED), None, fake_world(0, 1), args)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.add(tensor.shape[-1]), lambda _: None):
         model(data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None))
     assert BASE.dim in kept and not {5, 36, 28, 100, 96, 80} & kept  # experts, neurons, heads with their keys
@@ -242,17 +241,19 @@ def retrain(fresh):
 @pytest.fixture
 def mixture(retrain, tiny, tmp_path):
     """The flags of a retraining of a mixture with a shared expert."""
-    config = dataclasses.replace(checkpoint.read_config(tiny), **SHARED)
+    config = change(checkpoint.read_config(tiny), **SHARED)
     (tmp_path / "mixture").mkdir()
     write_model(tmp_path / "mixture", config, random_model(config).state_dict(), torch.float32)
     writing.copy_tokenizer(tiny, tmp_path / "mixture")
     return [*retrain, "--checkpoint", str(tmp_path / "mixture"), "--wiring", "farskip"]
 
 
-@pytest.mark.parametrize("changes", [{**SHARED, "router": "sigmoid", "expert_scale": 2.5}, GPT_OSS])
+@pytest.mark.parametrize(
+    "changes", [{"mixture": {**SHARED["mixture"], "router": "sigmoid", "expert_scale": 2.5}}, GPT_OSS]
+)
 def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrain, tiny, tmp_path):
     """An expert_bias decides alone which experts are chosen; it is written in float32, as the loader wants it."""
-    config = dataclasses.replace(checkpoint.read_config(tiny), **{**changes, "wiring": "standard"})
+    config = change(checkpoint.read_config(tiny), **{**changes, "wiring": "standard"})
     (tmp_path / "own").mkdir()
     write_model(tmp_path / "own", config, random_model(config).state_dict(), torch.float32)
     writing.copy_tokenizer(tiny, tmp_path / "own")
@@ -260,7 +261,7 @@ def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrain, 
     own, trained = checkpoint.Weights(tmp_path / "own"), checkpoint.Weights(tmp_path / "out")
     for name in own.names():
         before, after = own.read(name), trained.read(name)
-        chooses, is_sigmoid = ".router." in name or name.endswith("expert_bias"), "router" in changes
+        chooses, is_sigmoid = ".router." in name or name.endswith("expert_bias"), "router" in changes["mixture"]
         assert after.dtype == (torch.float32 if chooses and is_sigmoid else torch.bfloat16)
         if chooses or name.endswith("w2.weight"):
             assert torch.equal(before.to(after.dtype), after) == chooses, name

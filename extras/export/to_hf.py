@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from ladder import outputs
+from ladder.architectures.mixture import Mixture
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.checkpoints.families import FAMILIES
@@ -64,10 +65,14 @@ def family_of(config, hf):
         "final_logit_softcapping": c.logit_cap, "layer_norm_eps": c.norm_eps,
         "query_pre_attn_scalar": round(c.head_dim / (c.query_scale or 1.0) ** 2),
         "partial_rotary_factor": (c.rotary_dim or c.head_dim) / c.head_dim,
-        "num_experts": c.n_experts, "num_local_experts": c.n_experts, "num_experts_per_tok": c.experts_per_token,
-        "moe_intermediate_size": c.expert_size, "shared_expert_intermediate_size": c.shared_expert_size,
-        "decoder_sparse_step": 1, "norm_topk_prob": c.renormalize_experts, "mlp_only_layers": list(c.dense_layers),
     }  # fmt: skip
+    if mixture := c.find(Mixture):
+        keys |= {
+            "num_experts": mixture.n_experts, "num_local_experts": mixture.n_experts, "decoder_sparse_step": 1,
+            "num_experts_per_tok": mixture.experts_per_token, "moe_intermediate_size": mixture.expert_size,
+            "shared_expert_intermediate_size": mixture.shared_expert_size,
+            "norm_topk_prob": mixture.renormalize_experts, "mlp_only_layers": list(mixture.dense_layers),
+        }  # fmt: skip
     if c.window_layers:
         keys |= {"sliding_window": c.sliding_window, "use_sliding_window": True, "layer_types": kinds}
     for family, name in HF_CLASSES.items():
@@ -93,7 +98,7 @@ def names_in_hf(name, config, family):
     theirs = {glm: other for other, glm in FAMILIES[family].norms.items()}
     names = [".".join(theirs.get(part, part) for part in name.split(".")) for name in names]
     if ".experts." in name:
-        names = [names[0].replace(".experts.", f".experts.{e}.") for e in range(config.n_experts)]
+        names = [names[0].replace(".experts.", f".experts.{e}.") for e in range(config.find(Mixture).n_experts)]
     return names
 
 
@@ -105,6 +110,8 @@ def own_family(config):
     name = config.parsed.name
     if name not in WIRING_BLOCKS:
         raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(WIRING_BLOCKS)} have one")
+    for each in config.architecture:
+        raise InputError(f"a model with {each.name} has no Hugging Face form here")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in OWN_FAMILY_FIELDS and value != field.default:

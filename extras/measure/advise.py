@@ -17,13 +17,13 @@ import torch
 from extras.measure import link
 from extras.measure.clock import run_layers, variants
 from ladder import benchmarking
+from ladder.architectures.mixture import Mixture
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.errors import InputError
 from ladder.lanes.lanes import lanes_of_rank
-from ladder.layers import mixture
-from ladder.memory import cache_bytes, shard_on_meta, slices_bytes
+from ladder.memory import cache_bytes, shard_on_meta, share_read, slices_bytes
 from ladder.ranks import launch
 from model import rewired
 
@@ -62,25 +62,17 @@ def rank_work(config, dtype, rank, shares, batch, context):
         place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
         read, used = 1, 1  # the shares of the weights that a step reads, and that one token is multiplied by
         if ".experts." in name:
-            read = mixture.chosen_share(config, batch)
-            used = config.experts_per_token / config.n_experts
+            read = share_read(config, name, batch)
+            used = share_read(config, name, 1)
         n_bytes[place] += size * stored.itemsize * read
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
     n_bytes["attention"] += cache_bytes(model, batch, context)
-    widths = [key_width(b.attention, config) for i, b in enumerate(model.layers) if i not in config.linear_layers]
-    flops["attention"] += 2 * batch * context * sum(widths)
+    attentions = [block.attention for block in model.layers if block.attention.rewindable]
+    flops["attention"] += 2 * batch * context * sum(attention.multiplications() for attention in attentions)
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
     layers = {"attention": config.n_layers, "feed_forward": config.n_layers, "rest": 1}
     return {place: Work(n_bytes[place] / n, flops[place] / n) for place, n in layers.items()}
-
-
-def key_width(attention, config):
-    """Return how many numbers of its keys and values the heads of an attention multiply for each cached token."""
-    if config.latent_attention is None:
-        return 2 * attention.wo.in_features
-    latent, key = config.latent_attention["latent_dim"], config.latent_attention["rope_dim"]
-    return attention.wo.in_features // config.latent_attention["value_dim"] * (2 * latent + key)
 
 
 class Machine(NamedTuple):
@@ -166,7 +158,7 @@ def measured_losses(own, tp_size):
     many: benchmarks/quality.md and, for a mixture, benchmarks/experts.md.
     """
     half, middle, losses = own.n_layers // 2, own.n_layers // 4, {own.wiring: 0.0}
-    if own.wiring == "standard" and own.n_experts:
+    if own.wiring == "standard" and own.find(Mixture):
         losses |= {"ladder": 3.4}
     elif own.wiring == "standard":  # for weights in another wiring it was not measured
         losses |= {"ladder": 0.8, f"ladder:{half}": 0.3, "parallel-ladder": 3.0, "spd/4": 0.1, "delayed/4": 0.3}
@@ -208,7 +200,7 @@ def advice(configs, times, own, tp_size):
     bounds = [seconds for is_bound, seconds, _ in rows if is_bound] or [(1 - share) * standard]
     text = f"The all-reduces are {100 * share:.0f} % of the standard step: "
     text += f"at most {standard / bounds[0]:.2f} times as fast.\n"
-    page, (seconds, best) = "experts" if own.n_experts else "quality", best
+    page, (seconds, best) = "experts" if own.find(Mixture) else "quality", best
     gain = f"{best.wiring}, {standard / seconds:.2f} times as fast as standard"
     how = "as it is" if retraining(own, best, tp_size) == "no" else "once retrained (adapt.py)"
     least = f"the fastest in which a small model, retrained on 20 % of its tokens, lost at most {MOST_LOSS:g} %"
@@ -289,7 +281,7 @@ def main(argv=None):
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times[0]._asdict().items())
         table, gain = advice(configs, times, own, args.tp)
         print(f"\n{one.name}; in us: {parts}\n\n{table}")
-        if own.n_experts:
+        if own.find(Mixture):
             print(copies_or_split(own, configs, dtype, args.tp, args.batch, context, machine, one))
         gains.append(f"{one.name}: {gain}")
     if len(gains) > 1:

@@ -6,6 +6,7 @@ Computing and all-reduces take given times, so neither weights nor ranks are nee
 import contextlib
 from types import SimpleNamespace
 
+from ladder.architectures.mixture import Mixture
 from ladder.errors import InputError
 from model import all_wirings, interleave, list_sublayers, rewired
 
@@ -17,12 +18,12 @@ def variants(config):
         with contextlib.suppress(InputError):
             return bool(rewired(config, text))
 
-    n_layers, mixture = config.n_layers, bool(config.n_experts)
+    n_layers, mixture = config.n_layers, config.find(Mixture)
     middle, half = n_layers // 4, max(1, n_layers // 2)
     more = {
-        "ladder": ["ladder", f"ladder:{half}", *["ladder-4"] * mixture], "desync": ["desync:2", "desync:4"],
-        "laneformer": [], "farskip": ["farskip"] * bool(config.shared_expert_size or config.dense_layers),
-        "farskip-attention": [], "farskip-mlp": [],
+        "ladder": ["ladder", f"ladder:{half}", *["ladder-4"] * bool(mixture)], "desync": ["desync:2", "desync:4"],
+        "laneformer": [], "farskip-attention": [], "farskip-mlp": [],
+        "farskip": ["farskip"] * bool(mixture and (mixture.shared_expert_size or mixture.dense_layers)),
         "pair": [f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else [],
         "delayed": ["delayed", "delayed-4"][:n_layers],
     }  # fmt: skip

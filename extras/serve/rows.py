@@ -66,7 +66,7 @@ class Rows(list):
     """
 
     def __init__(self, runner, eos_ids):
-        n, has_states = len(runner.cache[0][0]), bool(runner.model.config.linear_layers)
+        n, has_states = len(runner.cache[0][0]), not runner.model.config.rewindable
         super().__init__(Row(slot, has_states) for slot in range(n))
         self.runner, self.eos_ids, self.passes, self.runners = runner, eos_ids, 0, {}
         self.caches = [self.part(slot, slot + 1) for slot in range(n)]  # of each slot
@@ -142,9 +142,9 @@ class Rows(list):
         for row in [row for row in decoding if row.slot >= size]:
             self.swap(row, others.pop())
         rows, runner = sorted(self, key=lambda row: row.slot)[:size], self.runners[size]
-        config, caches = runner.model.config, [self.caches[row.slot] for row in rows if row.prefilling]
-        linear = [i for i in range(len(runner.cache)) if i % config.n_layers in config.linear_layers]  # of each lane
-        states = [(state, state.clone()) for cache in caches for i in linear for state in cache[i]]
+        layers, caches = runner.model.layers, [self.caches[row.slot] for row in rows if row.prefilling]
+        with_states = [i for i in range(len(runner.cache)) if not layers[i % len(layers)].attention.rewindable]
+        states = [(state, state.clone()) for cache in caches for i in with_states for state in cache[i]]
         logits = runner.decode(*last_tokens([row.ids for row in rows], runner.device))[:, 0]
         for state, before in states:
             state.copy_(before)

@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from extras.training import lanes, own_text, partials, runs, sharding
 from ladder import outputs
+from ladder.architectures import experts
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.errors import InputError
-from ladder.layers import experts
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.memory import keep_freed_memory
 from ladder.progress import progress
@@ -88,8 +88,7 @@ def build(config, weights, world, args, is_teacher=False):
     """
     dtype = checkpoint.DTYPES[args.compute_dtype]
     model = build_model(config, Trainee)
-    if config.n_experts:
-        experts.make_differentiable(model, args.compile)
+    experts.make_differentiable(model, args.compile)
     if config.fixed_lanes:
         lanes.split(model)
     if is_teacher:

@@ -7,6 +7,7 @@ import shutil
 from convert_hf_checkpoint import check_lanes
 from extras.training.data import Windows, tokenize
 from ladder import outputs
+from ladder.architectures.mixture import Mixture
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.compare import check_vocabulary
 from ladder.checkpoints.tokenizer import load_tokenizer
@@ -30,9 +31,9 @@ def read_configs(args):
     for each in filter(None, (config, teacher)):
         if each.named_wiring.model or each.parsed.name == "upper-bound":
             raise InputError(f"a model in the wiring {each.wiring} cannot be trained")
-        if each.linear_layers:
-            raise InputError("linear_layers cannot be trained: a state would go on to the next text of a window")
-        if each.router == "sigmoid" and args.fresh:
+        if not each.rewindable:
+            raise InputError("linear attention cannot be trained: a state would go on to the next text of a window")
+        if args.fresh and getattr(each.find(Mixture), "router", None) == "sigmoid":
             raise InputError("--fresh trains no router of sigmoid scores: no gradient balances its expert_bias")
         check_lanes(each)
     if not (args.text or args.own_text):

@@ -18,7 +18,6 @@ from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import rope_frequencies
-from ladder.layers.mixture import stays_float32
 from ladder.progress import progress
 from ladder.seeds import generator
 
@@ -88,7 +87,7 @@ def write(run, step, model, dtype, world):
     Every rank must call this, since tensors are gathered one at a time; rank 0 writes.
     """
     parameters, float32 = dict(model.named_parameters()), torch.float32
-    dtypes = {name: float32 if stays_float32(model.config, name) else dtype for name in parameters}
+    dtypes = {name: float32 if model.config.stays_float32(name) else dtype for name in parameters}
 
     def read(name):
         return parameters[name].detach().full_tensor().to("cpu", dtypes[name])

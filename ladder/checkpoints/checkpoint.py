@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ladder.architectures import ARCHITECTURES, find_architecture
 from ladder.checkpoints.families import UNQUANTIZED
 from ladder.errors import InputError, first_line
 from ladder.kernels.huge_pages import empty_in_huge_pages
@@ -34,7 +35,6 @@ STORED_DTYPES = {  # {what a safetensors file calls a dtype: the dtype}
 LFS_POINTER = "version https://git-lfs."  # how a pointer begins, which stands for a file that is not pulled yet
 MERGE = "merge it: peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
 WRAPPERS = re.compile(r"^module\.|(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.(module\.)?")  # in names
-RENAMED_FIELDS = {"sum_norms": "post_norms", "kept": "not_quantized"}  # fields of Config in older folders: now
 SAFETENSORS = "take the model's folder in Hugging Face's form, with config.json and model*.safetensors"
 OTHER_FORMATS = {  # {a file that is not read here: what it is, and what to do}
     "adapter_config.json": f"an adapter's: {MERGE}",
@@ -97,26 +97,51 @@ def _is_a(value, annotation):
     return isinstance(value, annotation)
 
 
-def make_config(values, source):
-    """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
-    for field in dataclasses.fields(Config):
-        value = values.get(field.name)
+def check_fields(kind, values, source):
+    """Raise InputError, which names the source, unless a dict from a file has a dataclass's fields and their types."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name, field in fields.items():
+        value = values.get(name)
         above_zero = field.type in LARGEST_NUMBER
-        if field.name in values and not (_is_a(value, field.type) and (value or not above_zero)):
+        if name in values and not (_is_a(value, field.type) and (value or not above_zero)):
             words = inspect.formatannotation(field.type) + " above 0" * above_zero
-            raise InputError(f"{source}: {field.name} is {reprlib.repr(value)} but must be {words}")
-    if values.get("n_layers", 0) > MOST_LAYERS:
-        raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
-    required = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Config)}
-    absent = {name for name in required if required[name]} - values.keys()
-    for what, keys in ("unknown", values.keys() - required), ("no", absent):
+            raise InputError(f"{source}: {name} is {reprlib.repr(value)} but must be {words}")
+    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    for what, keys in ("unknown", values.keys() - fields.keys()), ("no", required - values.keys()):
         if keys:
             raise InputError(f"{source}: {what} key {min(keys)!r}")
+
+
+def with_tuples(values):
+    """Return a dict from a file with tuples for lists, since JSON has no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def make_architecture(values, source):
+    """Return Config.architecture from {name: {setting: value}}. Raises InputError."""
+    if not isinstance(values, dict):
+        raise InputError(f"{source}: architecture is {reprlib.repr(values)} but must be an object")
+    result = []
+    for name, settings in values.items():
+        if name not in ARCHITECTURES or not isinstance(settings, dict):
+            known = ", ".join(ARCHITECTURES)
+            raise InputError(f"{source}: architecture {name!r} is unknown, or no object; known: {known}")
+        kind = find_architecture(name)
+        settings = with_tuples(settings)
+        check_fields(kind, settings, f"{source}: {name}")
+        result.append(kind(**settings))
+    return tuple(result)
+
+
+def make_config(values, source):
+    """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
+    values = with_tuples(values)
+    values["architecture"] = make_architecture(values.get("architecture", {}), source)
+    check_fields(Config, values, source)
+    if values["n_layers"] > MOST_LAYERS:
+        raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
     try:
         config = Config(**values)
-        if config.laneformer is not None and not config.named_wiring.model:
-            raise InputError("laneformer: only for wiring laneformer")
         rope_frequencies(config)
         return config
     except (ArithmeticError, TypeError, ValueError) as e:
@@ -139,7 +164,7 @@ def read_config(folder):
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
-    return make_config({RENAMED_FIELDS.get(name, name): value for name, value in values.items()}, path)
+    return make_config(values, path)
 
 
 def shards(index):
@@ -194,7 +219,7 @@ class Weights:
             if absent := (names or {*stored}) - {*stored}:
                 raise InputError(f"{path} has no tensor {min(absent)!r}, which the index names")
             for name in (each for each in stored if names is None or each in names):
-                own = WRAPPERS.sub("", name).replace("_sum_norm.", "_post_norm.")  # as earlier versions called it
+                own = WRAPPERS.sub("", name)
                 if self.files.get(own, (path, name))[1] != name:
                     raise InputError(f"{path}: tensor {name} is a second {own}: drop one")
                 self.files[own] = path, name

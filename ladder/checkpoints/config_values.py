@@ -3,22 +3,18 @@
 import re
 import reprlib
 
+from ladder.architectures import all_architectures
 from ladder.checkpoints.checkpoint import LARGEST_NUMBER, MOST_LAYERS
 from ladder.errors import InputError
-from ladder.layers import latent_attention, linear_attention
 
 HF_KEYS = {  # {a field of Config: the key that it comes from}, where these differ
     "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
     "dim": "hidden_size", "max_seq_len": "max_position_embeddings", "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings", "rotary_dim": "partial_rotary_factor * head_dim",
     "llama4_beta": "llama_4_scaling_beta", "window_rope_theta": "rope_theta of sliding_attention",
-    "window_layers": "sliding_attention", "linear_layers": "linear_attention", "nope_layers": "no_rope_layers",
-    "n_experts": "num_experts", "experts_per_token": "num_experts_per_tok", "expert_size": "moe_intermediate_size",
-    "shared_expert_size": "shared_expert_intermediate_size", "dense_layers": "mlp_only_layers",
+    "window_layers": "sliding_attention", "nope_layers": "no_rope_layers",
     "eos_ids": "eos_token_id", "bos_id": "bos_token_id", "qkv_bias": "attention_bias", "wo_bias": "attention_bias",
-    "renormalize_experts": "norm_topk_prob", "shared_expert_gate": "a shared expert", **linear_attention.HF_KEYS,
-    **latent_attention.HF_KEYS, "attention_gate": "gated_attention", "expert_groups": "n_group",
-    "chosen_groups": "topk_group", "expert_scale": "routed_scaling_factor",
+    "attention_gate": "gated_attention",
     "None": "null", "bool": "true or false", "int": "a whole number", "float": "a number",  # of JSON
 }  # fmt: skip
 
@@ -87,4 +83,5 @@ def check_values(values, keys, prefix=""):
 
 def with_hf_keys(message, values):
     """Return a message about fields of Config with Hugging Face's keys in their place. values: of the config.json."""
-    return re.sub(r"\w+", lambda match: match[0] if match[0] in values else HF_KEYS.get(match[0], match[0]), message)
+    keys = HF_KEYS | {ours: theirs for kind in all_architectures().values() for ours, theirs in kind.hf_keys.items()}
+    return re.sub(r"\w+", lambda match: match[0] if match[0] in values else keys.get(match[0], match[0]), message)

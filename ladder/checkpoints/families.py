@@ -42,7 +42,7 @@ class Family(NamedTuple):
     """
 
     keys: dict
-    values: dict = {}  # fields of our Config that the family has in any case
+    values: dict = {}  # fields of our Config, or settings of an architecture, that the family has in any case
     norms: dict = {}  # {the family's name of a norm: GLM's name}
     only: dict = {}  # {a further key that transformers reads: the one value of it that is computed here}
 
@@ -84,7 +84,7 @@ DEEPSEEK = {  # keys that DeepSeek V3 and its relatives share, with V3's default
 LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 DEEPSEEK_V3 = {**DEEPSEEK, **LATENT, "first_k_dense_replace": 3, "rope_interleave": True}
 DEEPSEEK_ONLY = {"attention_bias": False, "moe_layer_freq": 1}
-SIGMOID, SIGMOID_ONLY = {"router": "sigmoid"}, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+SIGMOID, SIGMOID_ONLY = {"mixture": {"router": "sigmoid"}}, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 OLMO_NORMS = {"qk_norm": True, "whole_qk_norm": True, "input_norms": False, "post_norms": True}
 FAMILIES = {
     "llama": Family({**LLAMA, **BIASES, "max_position_embeddings": 2048}),
@@ -144,7 +144,7 @@ FAMILIES = {
         "moe_intermediate_size": 1407, "n_group": None, "n_routed_experts": 64, "n_shared_experts": 2,
         "norm_topk_prob": False, "num_experts_per_tok": None, "routed_scaling_factor": 1.0, "topk_group": None,
         "topk_method": "greedy", "max_position_embeddings": 2048,
-    }, {"router": "softmax in float32"}, only={
+    }, {"mixture": {"router": "softmax in float32"}}, only={
         **DEEPSEEK_ONLY, "mlp_bias": False, "norm_topk_prob": False, "rope_interleave": True, "scoring_func": "softmax",
     }),
     "deepseek_v3": Family(DEEPSEEK_V3, SIGMOID, only={
@@ -176,7 +176,7 @@ FAMILIES = {
             "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
             "original_max_position_embeddings": 4096,
         },
-    }, {"attention_sinks": True, "mlp_bias": True, "activation": "clamped_swiglu"}, only={
+    }, {"attention_sinks": True, "mixture": {"clamped_swiglu": True}}, only={
         "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
     }),
     "smollm3": Family({

@@ -8,12 +8,12 @@ from collections import Counter
 
 import torch
 
-from ladder.checkpoints import checkpoint, hf_experts, laneformer
+from ladder.architectures import all_architectures
+from ladder.checkpoints import checkpoint, laneformer
 from ladder.checkpoints.checkpoint import read_json
 from ladder.checkpoints.config_values import check_values, with_hf_keys
 from ladder.checkpoints.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED
 from ladder.errors import InputError, first_line
-from ladder.layers import latent_attention, linear_attention
 from ladder.layers.attention_inputs import unpaired
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
 from ladder.wiring_text import wiring_name
@@ -21,9 +21,8 @@ from ladder.wiring_text import wiring_name
 HF_PARTS = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of three tensors
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "attention": "self_attn",
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "wo": "o_proj", "feed_forward": "mlp",
-    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate", "shared_gate": "shared_expert_gate",
+    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
     "attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm",  # GLM's
-    **latent_attention.HF_PARTS,
 }  # fmt: skip
 ROPE_TYPES = "full_attention", "sliding_attention"
 TWO_BASES = "gemma3_text", "olmo3"  # families whose layers with a window have another rope_theta
@@ -51,7 +50,8 @@ def hf_names(name):
     """Return the names of the Hugging Face tensors that make up ours: one, or three (q, k, v) for wqkv."""
     layer, module, tensor = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(\w+)", name).groups()
     prefix = f"model.{layer}" if layer else ""
-    module = ".".join(HF_PARTS.get(part, part) for part in module.split("."))
+    parts = HF_PARTS | {ours: theirs for kind in all_architectures().values() for ours, theirs in kind.hf_names.items()}
+    module = ".".join(parts.get(part, part) for part in module.split("."))
     modules = [module.replace("wqkv", f"{letter}_proj") for letter in "qkv"] if module.endswith("wqkv") else [module]
     return [f"{prefix}{module}.{tensor}" for module in modules]
 
@@ -223,15 +223,16 @@ def our_values(hf):
     context = context_from_hf(hf, rotary["rope_scaling"])
     windowed = window_layers_from_hf(hf, context)
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
-    has_linear = "linear_num_key_heads" in hf
-    linear = linear_attention.values_from_hf(hf) if has_linear else {}
     if hf.get("farskip") and hf["ladder_layers"]:
         raise InputError("config.json has both farskip and ladder_layers, which are two wirings: drop one")
-    latent = latent_attention.values_from_hf(hf) if "kv_lora_rank" in hf else {}
-    n_experts = (
-        hf.get("n_routed_experts") or hf.get("num_experts") or hf.get("num_local_experts")
-    )  # as transformers 5 writes it
-    experts = hf_experts.values_from_hf(hf, n_experts) if n_experts else {}
+    values, architecture = {**FAMILIES[family].values}, {}
+    for name, kind in all_architectures().items():
+        of_family = values.pop(name, {})
+        if (found := kind.from_hf(hf)) is not None:
+            architecture[name] = found[0] | of_family
+            values |= found[1]
+        elif of_family:
+            raise InputError(f"{family} has {name}, but config.json says nothing of it")
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
@@ -247,7 +248,7 @@ def our_values(hf):
         "bos_id": None if hf["bos_token_id"] == -1 else hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
-        **FAMILIES[family].values, **hf.get("laneformer", {}), **linear, **latent, **experts,
+        **values, "architecture": architecture,
         **({"wiring": farskip_from_hf(hf)} if hf.get("farskip") else {}),
     }  # fmt: skip
 
@@ -345,17 +346,10 @@ class LlamaWeights:
         values = read_json(path)
         hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
-        self.interleaved = hf.get("rope_interleave", True)
         norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
         self.own_context = hf["max_position_embeddings"]
-        if hf["model_type"] == "gpt_oss":
-            source = hf_experts.GptOssWeights(source)
-        if config.n_experts:
-            source = hf_experts.ExpertWeights(source)
-        if config.linear_layers:
-            source = linear_attention.LinearWeights(source, config)
-        if "laneformer" in hf:
-            source = laneformer.LaneformerWeights(source, H)
+        for each in config.architecture:
+            source = each.hf_weights(source, config, hf)
         fused = {  # {a fused projection: {its parts: the proportions of their rows}}
             "qkv_proj": {"q_proj": config.n_heads, "k_proj": config.n_kv_heads, "v_proj": config.n_kv_heads},
             "gate_up_proj": {"gate_proj": 1, "up_proj": 1},
@@ -407,7 +401,5 @@ class LlamaWeights:
             tensor = tensor.split([unit * n for n in proportions], dim=-2)[i]
         if self.rotary and re.search(r"\.[qk]_proj\.", name):
             tensor = unpaired(tensor, *self.rotary)
-        if self.config.latent_attention:
-            tensor = latent_attention.reordered(tensor, name, self.config, self.interleaved)
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
         return tensor if factor == 1.0 or tensor.itemsize == 1 else tensor.float() * factor

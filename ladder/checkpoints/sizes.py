@@ -6,6 +6,9 @@ import re
 
 import torch
 
+from ladder.architectures.latent import Latent
+from ladder.architectures.linear import LinearAttention
+from ladder.architectures.mixture import Mixture
 from ladder.errors import InputError, did_you_mean
 from model import Config, build
 
@@ -18,13 +21,10 @@ def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie
     )  # fmt: skip
 
 
-def _latent(key_dim, rope_dim):
-    return {"query_rank": None, "latent_dim": 512, "key_dim": key_dim, "rope_dim": rope_dim, "value_dim": 128}
+def _deepseek_experts(**more):
+    return Mixture(64, 6, 1408, shared_expert_size=2816, dense_layers=(0,), **more)
 
 
-_DEEPSEEK_EXPERTS = {
-    "n_experts": 64, "experts_per_token": 6, "expert_size": 1408, "shared_expert_size": 2816, "dense_layers": (0,),
-}  # fmt: skip
 DEEPSEEK_YARN = {"factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
 DEEPSEEK_YARN["original_max_position_embeddings"] = 4096
 YARN = {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
@@ -58,35 +58,38 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
     "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0),
     "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
     "30b-a3b": Config(  # Qwen3 30B-A3B
-        48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6, qk_norm=True, n_experts=128, experts_per_token=8,
-        expert_size=768,
+        48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6, qk_norm=True,
+        architecture=(Mixture(128, 8, 768),),
     ),
     "mixtral-8x7b": Config(
-        32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e-5, 1e6, n_experts=8, experts_per_token=2, expert_size=14336,
+        32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e-5, 1e6,
+        architecture=(Mixture(8, 2, 14336),),
     ),
     "instella": Config(  # Instella-MoE 16B-A3B
-        27, 16, 16, 128, 2048, 10944, 128896, 32768, 1e-6, 8e6, DEEPSEEK_YARN, rotary_dim=32, attention_gate=True,
-        query_scale=(0.1 * math.log(40) + 1) ** 2, latent_attention=_latent(96, 32), **_DEEPSEEK_EXPERTS,
-        router="sigmoid", expert_scale=2.5, wiring="farskip",
+        27, 16, 16, 128, 2048, 10944, 128896, 32768, 1e-6, 8e6, DEEPSEEK_YARN, rotary_dim=32,
+        query_scale=(0.1 * math.log(40) + 1) ** 2, wiring="farskip",
+        architecture=(Latent(512, 96, 32, 128, gate=True), _deepseek_experts(router="sigmoid", expert_scale=2.5)),
     ),
     "deepseek-v2-lite": Config(
         27, 16, 16, 192, 2048, 10944, 102400, 163840, 1e-6, 1e4, DEEPSEEK_YARN, rotary_dim=64,
-        query_scale=(0.0707 * math.log(40) + 1) ** 2, latent_attention=_latent(128, 64), **_DEEPSEEK_EXPERTS,
-        router="softmax in float32", renormalize_experts=False,
+        query_scale=(0.0707 * math.log(40) + 1) ** 2,
+        architecture=(
+            Latent(512, 128, 64, 128), _deepseek_experts(router="softmax in float32", renormalize_experts=False),
+        ),
     ),
     "glm-4.5-air": Config(
-        46, 96, 8, 128, 4096, 10944, 151552, 131072, 1e-5, 1e6, rotary_dim=64, qkv_bias=True, n_experts=128,
-        experts_per_token=8, expert_size=1408, shared_expert_size=1408, dense_layers=(0,), router="sigmoid",
+        46, 96, 8, 128, 4096, 10944, 151552, 131072, 1e-5, 1e6, rotary_dim=64, qkv_bias=True,
+        architecture=(Mixture(128, 8, 1408, shared_expert_size=1408, dense_layers=(0,), router="sigmoid"),),
     ),
     "gpt-oss-20b": Config(
         24, 64, 8, 64, 2880, 2880, 201088, 131072, 1e-5, 150000.0, GPT_OSS_YARN, qkv_bias=True, wo_bias=True,
-        attention_sinks=True, sliding_window=128, window_layers=tuple(range(0, 24, 2)), mlp_bias=True,
-        activation="clamped_swiglu", n_experts=32, experts_per_token=4, expert_size=2880,
+        attention_sinks=True, sliding_window=128, window_layers=tuple(range(0, 24, 2)),
+        architecture=(Mixture(32, 4, 2880, clamped_swiglu=True),),
     ),
     "qwen3.6-27b": Config(
         64, 24, 4, 256, 5120, 17408, 248320, 262144, 1e-6, 1e7, rotary_dim=64, norm="rms+1", qk_norm=True,
-        attention_gate=True, linear_layers=tuple(i for i in range(64) if (i + 1) % 4),
-        linear_attention={"key_heads": 16, "value_heads": 48, "key_dim": 128, "value_dim": 128, "conv_width": 4},
+        attention_gate=True,
+        architecture=(LinearAttention(tuple(i for i in range(64) if (i + 1) % 4), 16, 48, 128, 128, 4),),
     ),
     "laneformer-2b": Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
         15, 32, 16, 96, 3072, 12288, 32000, 4096, wiring="laneformer-4/8",
@@ -108,8 +111,8 @@ def named_size(text):
     group_size = int(size or 64) if quant == "int4" else None
     n_layers = int(match[2] or config.n_layers)
     changes = {"n_layers": n_layers, "quant": quant or None, "group_size": group_size}
-    for name in "window_layers", "linear_layers", "dense_layers":
-        changes[name] = tuple(i for i in getattr(config, name) if i < n_layers)
+    changes["window_layers"] = tuple(i for i in config.window_layers if i < n_layers)
+    changes["architecture"] = tuple(each.of_first_layers(n_layers) for each in config.architecture)
     return dataclasses.replace(config, **changes)
 
 

@@ -28,8 +28,16 @@ def shapes(config):
     return {name: tuple(w.shape) for name, w in build(config).named_parameters()}
 
 
-def write_config(folder, config):
+def config_values(config):
+    """Return what a config.json says of a Config, as checkpoint.make_config reads it."""
     values = {k: v for k, v in dataclasses.asdict(config).items() if v not in (None, ())}
+    if config.architecture:
+        values["architecture"] = {each.name: dataclasses.asdict(each) for each in config.architecture}
+    return values
+
+
+def write_config(folder, config):
+    values = config_values(config)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 

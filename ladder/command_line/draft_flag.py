@@ -39,7 +39,9 @@ def read_draft(text, config, folder):
 
 def check_models(flag, config, folder=None, draft=None, draft_folder=None):
     """Raise InputError unless a model of a config can be drafted for, and one of the config `draft`, if any, drafts."""
-    if config.linear_layers or (draft and draft.linear_layers):  # a state cannot forget a proposal that is rejected
-        raise InputError(f"{flag}: a model with linear_layers neither drafts nor is drafted for: drop it")
+    for each in (config, draft or config):
+        if not each.rewindable:  # it cannot forget a proposal that is rejected
+            names = " and ".join(a.name for a in each.architecture if not a.rewindable)
+            raise InputError(f"{flag}: a model with {names} attention neither drafts nor is drafted for: drop it")
     if draft:
         check_vocabulary(config, folder, draft, draft_folder, flag, any_padding=True)

@@ -6,10 +6,10 @@ python -m ladder.kernels.digests        after a change of plain functions, once 
 import json
 import pkgutil
 
+from ladder.architectures import experts
 from ladder.kernels import ordered, quant_kernels, registry
 from ladder.kernels.cpu import experts as cpu_experts
 from ladder.kernels.cpu import latents, stand_ins
-from ladder.layers import experts
 
 
 def all_kernels():

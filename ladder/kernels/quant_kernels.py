@@ -26,10 +26,8 @@ def use_on_gpu(model):
     """Let the kernels for integers and experts stand in on a GPU, and pack integers for them."""
     if registry.is_off():
         return
-    if model.config.n_experts:
-        from ladder.layers import experts
-
-        registry.use(experts.GPU_KERNELS)
+    for each in model.config.architecture:
+        registry.use(each.kernels("cuda"))
     if model.config.quant and model.dtype == torch.bfloat16:
         pack(model, "cuda")
         registry.use(KERNELS["cuda"])

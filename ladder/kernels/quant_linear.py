@@ -262,19 +262,15 @@ def swap(model, make):
 def replace_matrices(model):
     """Replace the linears and embeddings of a Transformer by integer ones, except config.not_quantized.
 
-    Matrices that choose experts, or that say how fast linear attention forgets, are never quantized: they are small,
-    but their errors would not be. Nor is wkv_b of latent attention, which decoding needs as floats.
+    Nor are those that an Architecture names, such as the matrices that choose experts.
     """
     config = model.config
+    kept = [*config.not_quantized, *(name for each in config.architecture for name in each.not_quantized)]
 
     def make(name, module):
         table = "tok_embeddings" if name == "output" and config.tie_embeddings else name
         weight = getattr(module, "weight", None)
-        if (
-            weight is None
-            or weight.dim() == 1
-            or table in (*config.not_quantized, "router", "shared_gate", "wba", "wkv_b")
-        ):
+        if weight is None or weight.dim() == 1 or table in kept:
             return None
         kind = QuantEmbedding if type(module) is nn.Embedding else QuantLinear
         quant = "int8" if table in config.int8 else config.quant

@@ -1,38 +1,62 @@
 """Kog's Laneformer (kogai/laneformer-2b-it): a wiring whose lanes get each other's partials late."""
 
+import dataclasses
+
 import torch
 import torch.nn as nn
 
+from ladder.architectures import Architecture
 from ladder.errors import InputError
 from model import VOCAB_BLOCK, Transformer, Wiring, list_sublayers
 
-SETTING_VALUES = {  # {a key of Config.laneformer: its values, of which the first is the default}
-    "early_comm": (True, False),  # whether the first sublayers wait for their own sums
-    "attention_comm": (True, False),  # whether attentions are ever summed over the lanes; mlp_comm says it of MLPs
-    "mlp_comm": (True, False),
-    # what the output head reads. "replicate": the mean of the normed lanes. "sum": the norm of their sum.
-    # "vocab_parallel": for each lane's part of the vocabulary, that lane's normed stream.
-    "lane_head": ("replicate", "sum", "vocab_parallel"),
-    "lane_norms": (False, True),  # whether each lane has norms of its own, stored one after another
-}
+# What the output head reads. "replicate": the mean of the normed lanes. "sum": the norm of their sum. "vocab_parallel":
+# for each lane's part of the vocabulary, that lane's normed stream.
+LANE_HEADS = "replicate", "sum", "vocab_parallel"
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneformerSettings(Architecture):
+    """What Kog's code leaves to a config.json; a Config of this wiring without them has the defaults."""
+
+    name = "laneformer"
+
+    early_comm: bool = True  # whether the first sublayers wait for their own sums
+    attention_comm: bool = True  # whether attentions are ever summed over the lanes; mlp_comm says it of MLPs
+    mlp_comm: bool = True
+    lane_head: str = LANE_HEADS[0]
+    lane_norms: bool = False  # whether each lane has norms of its own, stored one after another
+
+    def check(self, config):
+        if not config.named_wiring.model:
+            raise InputError("laneformer: only for wiring laneformer")
+
+    @classmethod
+    def from_hf(cls, hf):
+        if "laneformer" not in hf:
+            return None
+        return hf["laneformer"]["laneformer"], {"wiring": hf["laneformer"]["wiring"]}
+
+    def hf_weights(self, source, config, hf):
+        from ladder.checkpoints.laneformer import LaneformerWeights
+
+        return LaneformerWeights(source, config.head_dim)
 
 
 def settings(config):
-    """Return Config.laneformer with the defaults of absent keys."""
-    return {key: values[0] for key, values in SETTING_VALUES.items()} | (config.laneformer or {})
+    """Return the LaneformerSettings of a Config."""
+    return config.find(LaneformerSettings) or LaneformerSettings()
 
 
 def check(config):
-    """Raise InputError if a Config's wiring and laneformer make no model."""
+    """Raise InputError if a Config's wiring and settings make no model."""
     values = settings(config)
-    for key, value in values.items():
-        if value not in SETTING_VALUES.get(key, ()):
-            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(SETTING_VALUES)} with their values")
+    if values.lane_head not in LANE_HEADS:
+        raise InputError(f"laneformer: lane_head {values.lane_head!r} is none of {', '.join(LANE_HEADS)}")
     if config.named_wiring.stale % 2:
         raise InputError(f"wiring {config.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
-    if values["lane_head"] == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.fixed_lanes or 1)):
+    if values.lane_head == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.fixed_lanes or 1)):
         raise InputError(f"vocab_size {config.vocab_size} is no multiple of {VOCAB_BLOCK} for each of its lanes")
-    if values["lane_norms"] and config.fixed_lanes is None:
+    if values.lane_norms and config.fixed_lanes is None:
         raise InputError(f"lane_norms: each lane has norms of its own, but wiring {config.wiring} names no lanes")
 
 
@@ -45,10 +69,10 @@ def laneformer_loop(x, sublayers, comm, config, norm=lambda x: x):
     norms for the mean; the head "vocab_parallel" needs none.
     """
     values, recent, last = settings(config), [], None
-    has_sums = values["attention_comm"], values["mlp_comm"]
+    has_sums = values.attention_comm, values.mlp_comm
     for i, (h, d) in enumerate(sublayers):
         p = h(x)
-        now, later = i < d and values["early_comm"], has_sums[i % 2] and i + d < len(sublayers)
+        now, later = i < d and values.early_comm, has_sums[i % 2] and i + d < len(sublayers)
         started = comm.start(p) if now or later else None
         yield
         recent.append((p, started))
@@ -61,8 +85,8 @@ def laneformer_loop(x, sublayers, comm, config, norm=lambda x: x):
             x = x if last is None else comm.pin(x, [last])
         else:
             x = comm.settle(x + (p - before), pending, newer=[last])
-    if values["lane_head"] != "vocab_parallel":
-        summed = values["lane_head"] == "sum"
+    if values.lane_head != "vocab_parallel":
+        summed = values.lane_head == "sum"
         started = comm.start(x if summed else norm(x))
         yield
         x = comm.wait(started) / (1 if summed else comm.lanes)
@@ -72,13 +96,11 @@ def laneformer_loop(x, sublayers, comm, config, norm=lambda x: x):
 class Laneformer(Transformer):
     """A Transformer whose loop ends with a sum over its lanes, and whose norms may differ from lane to lane."""
 
-    check = staticmethod(check)
-
     def __init__(self, config):
         super().__init__(config)
         self.settings = values = settings(config)
-        for name, module in self.named_modules() if values["lane_norms"] else ():
-            if isinstance(module, nn.RMSNorm) and (name, values["lane_head"]) != ("norm", "sum"):
+        for name, module in self.named_modules() if values.lane_norms else ():
+            if isinstance(module, nn.RMSNorm) and (name, values.lane_head) != ("norm", "sum"):
                 module.weight = nn.Parameter(torch.empty(config.fixed_lanes * config.dim))
 
     def loop(self, x, metadata, cache=None):
@@ -86,7 +108,7 @@ class Laneformer(Transformer):
         return laneformer_loop(x, sublayers, self.comm, self.config, self.norm)
 
     def head(self, x, last_index=None):
-        if self.settings["lane_head"] != "replicate":
+        if self.settings.lane_head != "replicate":
             return super().head(x, last_index)
         if last_index is not None:
             x = x[torch.arange(len(x), device=x.device)[:, None], last_index[:, None]]
@@ -94,5 +116,11 @@ class Laneformer(Transformer):
 
 
 LANEFORMER = Wiring(
-    "Kog's Laneformer", loop=laneformer_loop, stale=4, n_means=None, depends_on_lanes=True, model=Laneformer
+    "Kog's Laneformer",
+    loop=laneformer_loop,
+    stale=4,
+    n_means=None,
+    depends_on_lanes=True,
+    model=Laneformer,
+    check=check,
 )

@@ -1,17 +1,17 @@
-"""The function of skinny_gemm.cpp that stands in for that of experts. Shape letters: ladder/layers/experts.py."""
+"""The function of skinny_gemm.cpp that stands in for that of experts. Shape letters: architectures/experts.py."""
 
 import torch
 
+from ladder.architectures.experts import ExpertMatrices, multiply
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.cpu.skinny_gemm import LAYOUT
 from ladder.kernels.cpu.stand_ins import BF16, is_bf16
 from ladder.kernels.quant_linear import PLAIN_STORED, QuantLinear
 from ladder.kernels.registry import Kernel
-from ladder.layers.experts import ExpertMatrices, multiply
 
 
 def experts(self, x, chosen):
-    """Compute what layers/experts.py does. skinny_gemm.cpp reads the weights of each chosen expert once."""
+    """Compute what architectures/experts.py does. skinny_gemm.cpp reads the weights of each chosen expert once."""
     if self.compute is not multiply or not is_bf16(x) or len(self._modules) != 3:
         return None
     weights, bits, biases = [], [], []
@@ -32,6 +32,6 @@ def experts(self, x, chosen):
     return torch.ops.ladder.skinny_gemm_experts(x, chosen, *weights, neurons, x.shape[1], bits, biases)
 
 
-PLAIN = "ladder.layers.experts"
+PLAIN = "ladder.architectures.experts"
 CALLS = f"{PLAIN}.multiply", f"{PLAIN}.experts", PLAIN_STORED
 KERNELS = [Kernel(f"{PLAIN}.Experts.forward", experts, "each chosen expert is read once", CALLS)]

@@ -66,7 +66,7 @@ def multiply_heads(self, x, rows, operator):
     return y.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
 
 
-PLAIN = "ladder.layers.latent_attention.LatentAttention"
+PLAIN = "ladder.architectures.latent.LatentAttention"
 KERNELS = [
     Kernel(f"{PLAIN}.attend", latent_attention, "few positions are one call", (LINEAR, NORM), compiles=False),
     Kernel(f"{PLAIN}.attend_to_latents", attend_to_latents, "few positions are about twice as fast"),

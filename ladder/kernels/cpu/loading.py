@@ -39,11 +39,5 @@ def use_kernels(model):
         return
     quant_kernels.pack(model, "skinny_gemm")
     registry.use(quant_kernels.KERNELS["skinny_gemm"] + stand_ins.KERNELS)
-    if model.config.latent_attention:
-        from ladder.kernels.cpu import latents
-
-        registry.use(latents.KERNELS)
-    if model.config.n_experts:
-        from ladder.kernels.cpu import experts
-
-        registry.use(experts.KERNELS)
+    for each in model.config.architecture:
+        registry.use(each.kernels("cpu"))

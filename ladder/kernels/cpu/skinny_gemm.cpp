@@ -235,7 +235,7 @@ at::Tensor feed_forward(
 // The same for tokens x (T, D) and each of the k experts that a token chose, (T, k): the result is (T, k, D). There are
 // E experts of I neurons: w1 and w3 (E, I, D), w2 (E, D, I). The tokens of an expert become neighbours, so that its
 // weights are read once for all of them. bits: of each of the three, 16 for bfloat16. biases: none, or those of the three
-// (E, I), (E, I) and (E, D); then the gate is gpt-oss's, as in layers/experts.py.
+// (E, I), (E, I) and (E, D); then the gate is gpt-oss's, as in architectures/experts.py.
 at::Tensor skinny_gemm_experts(
     const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2,
     int64_t I, int64_t D, at::IntArrayRef bits, at::TensorList biases) {

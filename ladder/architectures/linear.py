@@ -6,24 +6,88 @@ Shape letters: B batch, S sequence, D dim, K key heads, R value heads that share
 and of a value, C channels of the convolution, W its width, M tokens of a chunk, n chunks.
 """
 
+import dataclasses
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ladder.architectures import Architecture
 from ladder.errors import InputError
 from ladder.layers.norms import RMSNorm
 from model import Linear
 
-HF_KEYS = {  # {a key of Config.linear_attention: Hugging Face's key}
-    "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads", "key_dim": "linear_key_head_dim",
-    "value_dim": "linear_value_head_dim", "conv_width": "linear_conv_kernel_dim",
-}  # fmt: skip
 HF_TENSORS = {  # {Hugging Face's tensor: ours}; some of ours are made of two of theirs, in this order
     "in_proj_qkvz.weight": "wqkvz.weight", "in_proj_qkv.weight": "wqkvz.weight", "in_proj_z.weight": "wqkvz.weight",
     "in_proj_ba.weight": "wba.weight", "in_proj_b.weight": "wba.weight", "in_proj_a.weight": "wba.weight",
     "conv1d.weight": "conv", "norm.weight": "out_norm.weight", "out_proj.weight": "wout.weight",
 }  # fmt: skip
 DELTA_CHUNK = 64  # tokens whose updates of the state are computed at once; the work grows with its square
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearAttention(Architecture):
+    """The settings of linear attention."""
+
+    name = "linear"
+
+    layers: tuple[int, ...]  # the layers that have it; the others attend to the cache
+    key_heads: int  # K
+    value_heads: int  # K R
+    key_dim: int  # X
+    value_dim: int  # Y
+    conv_width: int  # W
+
+    rewindable = False  # a state cannot forget a token
+    not_quantized = ("wba",)  # which says how fast a state forgets
+
+    def check(self, config):
+        """Raise InputError if the settings describe no layer."""
+        if not {*self.layers} <= {*range(config.n_layers)}:
+            raise InputError(f"linear: layers are from 0 to {config.n_layers - 1}, not {self.layers}")
+        if self.value_heads % self.key_heads:
+            raise InputError(f"value_heads {self.value_heads} is no multiple of key_heads {self.key_heads}")
+
+    def of_first_layers(self, n_layers):
+        return dataclasses.replace(self, layers=tuple(i for i in self.layers if i < n_layers))
+
+    def attention(self, config, layer):
+        return GatedDeltaNet(config, self) if layer in self.layers else None
+
+    def sharded_units(self, config):
+        X, Y, R = self.key_dim, self.value_dim, self.value_heads // self.key_heads
+        rows = {
+            "wqkvz": 2 * X + 2 * R * Y,
+            "wba": 2 * R,
+            "conv": 2 * X + R * Y,
+            "A_log": R,
+            "dt_bias": R,
+            "wout": R * Y,
+        }
+        linears = {name: (int(name == "wout"), [(0, n)]) for name, n in rows.items()}
+        return self.key_heads, "key heads of linear attention", linears
+
+    def columns(self, config, columns):
+        return columns | {"wqkvz": {config.dim}, "wout": {self.value_heads * self.value_dim}}
+
+    hf_keys = {
+        "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads",
+        "key_dim": "linear_key_head_dim", "value_dim": "linear_value_head_dim", "conv_width": "linear_conv_kernel_dim",
+    }  # fmt: skip
+
+    @classmethod
+    def from_hf(cls, hf):
+        if "linear_num_key_heads" not in hf:
+            return None
+        n_layers, types, interval = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("full_attention_interval")
+        types = types or ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
+        if len(types) != n_layers or not {*types} <= {"full_attention", "linear_attention"}:
+            raise InputError(f"layer_types must name full_attention or linear_attention for each of {n_layers} layers")
+        layers = tuple(i for i in range(n_layers) if types[i] == "linear_attention")
+        return {"layers": layers} | {name: hf[key] for name, key in cls.hf_keys.items()}, {}
+
+    def hf_weights(self, source, config, hf):
+        return LinearWeights(source, self)
 
 
 def delta_step(q, k, v, log_decay, beta, state):
@@ -88,13 +152,15 @@ class GatedDeltaNet(nn.Module):
     tokens. So tp.py may give this module any range of whole key heads; how many they are is read from the shapes.
     """
 
-    def __init__(self, config, layer):
+    rewindable = False
+
+    def __init__(self, config, settings):
         super().__init__()
-        K, V, X, Y, W = (config.linear_attention[name] for name in HF_KEYS)
+        K, V, X, Y = settings.key_heads, settings.value_heads, settings.key_dim, settings.value_dim
         self.sizes = V // K, X, Y
         self.wqkvz = Linear(config.dim, 2 * K * X + 2 * V * Y, bias=False)
         self.wba = Linear(config.dim, 2 * V, bias=False)
-        self.conv = nn.Parameter(torch.empty(2 * K * X + V * Y, W))
+        self.conv = nn.Parameter(torch.empty(2 * K * X + V * Y, settings.conv_width))
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(V)), nn.Parameter(torch.empty(V))
         self.out_norm = RMSNorm(Y, config.norm_eps)
         self.wout = Linear(V * Y, config.dim, bias=False)
@@ -138,37 +204,6 @@ class GatedDeltaNet(nn.Module):
         return state, torch.zeros(batch, W - 1, C, device=device, dtype=dtype)
 
 
-def check(config):
-    """Raise InputError if Config.linear_attention describes no layer."""
-    settings = config.linear_attention or {}
-    for name in [*HF_KEYS, *settings]:
-        if name not in HF_KEYS or type(settings.get(name)) is not int or not 1 <= settings[name] <= 2**16:
-            words = f"it has {', '.join(HF_KEYS)}, all whole numbers from 1 to 65536"
-            raise InputError(f"linear_attention: {name} is {settings.get(name)!r}, but {words}")
-    if settings["value_heads"] % settings["key_heads"]:
-        raise InputError(f"value_heads {settings['value_heads']} is no multiple of key_heads {settings['key_heads']}")
-
-
-def row_ranges(config, first, last):
-    """Return {parameter: (dimension, [(start, stop)])} of key heads `first` to `last`, in the form of tp.shard_plan."""
-    K, V, X, Y, _ = (config.linear_attention[name] for name in HF_KEYS)
-    R = V // K
-    rows = {"wqkvz": 2 * X + 2 * R * Y, "wba": 2 * R, "conv": 2 * X + R * Y, "A_log": R, "dt_bias": R, "wout": R * Y}
-    return {name: (int(name == "wout"), [(first * n, last * n)]) for name, n in rows.items()}
-
-
-def values_from_hf(hf):
-    """Return the fields of Config about linear attention, from the result of huggingface.read_hf."""
-    n_layers, types, interval = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("full_attention_interval")
-    types = types or ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
-    if len(types) != n_layers or not {*types} <= {"full_attention", "linear_attention"}:
-        raise InputError(f"layer_types must name full_attention or linear_attention for each of {n_layers} layers")
-    return {
-        "linear_layers": tuple(i for i in range(n_layers) if types[i] == "linear_attention"),
-        "linear_attention": {name: hf[key] for name, key in HF_KEYS.items()},
-    }
-
-
 class LinearWeights:
     """The tensors of a source with names() and read(name), with linear attention under our names and in our order.
 
@@ -176,10 +211,12 @@ class LinearWeights:
     then all values, and separate tensors for gates, strengths and decays.
     """
 
-    def __init__(self, source, config):
-        self.source, self.places = source, {}  # {our name: [theirs]}
-        K, V, X, Y, _ = (config.linear_attention[name] for name in HF_KEYS)
-        self.key_heads, self.rows = K, [K * X, K * X, V * Y]
+    def __init__(self, source, settings):
+        self.source = source
+        self.places = {}  # {our name: [theirs]}
+        self.key_heads = settings.key_heads
+        keys = settings.key_heads * settings.key_dim
+        self.rows = [keys, keys, settings.value_heads * settings.value_dim]
         for name in source.names():
             layer, linear, tensor = name.partition("linear_attn.")
             place = f"{layer}self_attn.{HF_TENSORS.get(tensor, tensor)}" if linear else name

@@ -15,7 +15,9 @@ such a layer passes on is the one above.
 import dataclasses
 import functools
 
-from model import Wiring, attention_sublayer, mlp_sublayer, residual_loop
+from ladder.architectures.mixture import Mixture, experts_apart
+from ladder.errors import InputError
+from model import Wiring, attention_sublayer, residual_loop
 
 
 def attention_apart(x, block, metadata, cache):
@@ -23,14 +25,7 @@ def attention_apart(x, block, metadata, cache):
     return attention_sublayer(x, block, metadata, cache), None
 
 
-def experts(x, block, metadata, cache):
-    """Return (the partial of the routed experts or of a dense MLP, the shared expert's output or None)."""
-    if hasattr(block.feed_forward, "experts"):
-        return block.feed_forward(block.ffn_norm(x), apart=True)
-    return mlp_sublayer(x, block, metadata, cache), None
-
-
-APART = attention_apart, experts
+APART = attention_apart, experts_apart
 
 
 def farskip_loop(x, sublayers, comm, config, early=APART):
@@ -40,7 +35,7 @@ def farskip_loop(x, sublayers, comm, config, early=APART):
     the attention after a dense layer.
     """
     outputs = []  # of shared experts or None, one for each all-reduce in flight
-    after_dense = [2 * layer + 2 for layer in config.dense_layers]
+    after_dense = [2 * layer + 2 for layer in config.find(Mixture).dense_layers]
 
     def with_outputs(h, stale, x):
         del outputs[: max(0, len(outputs) - stale)]
@@ -54,9 +49,15 @@ def farskip_loop(x, sublayers, comm, config, early=APART):
     return residual_loop(x, ladder, comm, config)
 
 
+def check(config):
+    """Raise InputError for a model without experts."""
+    if not config.find(Mixture):
+        raise InputError(f"wiring {config.wiring} is for a mixture of experts")
+
+
 FARSKIP = Wiring(
     "a ladder that misses no shared expert (of a mixture)", APART, stale=1, loop=farskip_loop, rest_waits=True,
-    n_means="layers",
+    n_means="layers", check=check,
 )  # fmt: skip
 
 
@@ -69,5 +70,5 @@ def only_early(sublayer, name):
 FARSKIPS = {
     "farskip": FARSKIP,
     "farskip-attention": only_early(attention_apart, "attention"),
-    "farskip-mlp": only_early(experts, "mlp"),
+    "farskip-mlp": only_early(experts_apart, "mlp"),
 }

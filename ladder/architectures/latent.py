@@ -18,6 +18,7 @@ Shape letters: B batch, S sequence, T slots of the cache, T' those that are read
 latent, X of a head's key without its rotated part, R of that part, Y of its value.
 """
 
+import dataclasses
 import math
 import re
 
@@ -25,22 +26,115 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ladder.architectures import Architecture
 from ladder.errors import InputError
 from ladder.kernels.registry import has_global_hooks, plain
 from ladder.layers.attention_inputs import rotate, unpaired
 from ladder.layers.norms import RMSNorm
 from model import Linear
 
-HF_KEYS = {  # {a key of Config.latent_attention: Hugging Face's key}
-    "query_rank": "q_lora_rank", "latent_dim": "kv_lora_rank", "key_dim": "qk_nope_head_dim",
-    "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim",
-}  # fmt: skip
-HF_PARTS = {  # {a part of our tensors' names: Hugging Face's}
-    "wq_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "wq_b": "q_b_proj", "wq": "q_proj", "wkv_a": "kv_a_proj_with_mqa",
-    "kv_a_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj", "wgate": "gate_proj",
-}  # fmt: skip
-
 LATENT_EPS = 1e-6  # of the latents' norms, as in transformers, whatever rms_norm_eps says of the others
+NOT_COMPUTED = "qkv_bias", "wo_bias", "qk_norm", "score_cap", "window_layers", "nope_layers", "attention_sinks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent(Architecture):
+    """The settings of latent attention, which all layers have; the letters are those above."""
+
+    name = "latent"
+
+    latent_dim: int  # L
+    key_dim: int  # X
+    rope_dim: int  # R
+    value_dim: int  # Y
+    query_rank: int | None = None  # width of the latents of the queries, if these have any
+    gate: bool = False  # whether a head's output is multiplied by sigmoid(a projection of x)
+
+    not_quantized = ("wkv_b",)  # which decoding needs as floats
+
+    def check(self, config):
+        """Raise InputError if other fields of the config contradict the settings."""
+        needed = self.key_dim + self.rope_dim, self.rope_dim, config.n_heads
+        given = config.head_dim, config.rotary_dim or config.head_dim, config.n_kv_heads
+        if given != needed:
+            raise InputError(
+                "latent attention needs head_dim {}, rotary_dim {} and n_kv_heads {}, ".format(*needed)
+                + "not {}, {} and {}".format(*given)
+            )
+        if name := next((n for n in NOT_COMPUTED if getattr(config, n)), None):
+            raise InputError(f"{name} is not for latent attention")
+        if self.query_rank == 0:
+            raise InputError("query_rank is 0 but must be above 0, or null")
+        for other in config.architecture:
+            if other is not self and type(other).attention is not Architecture.attention:
+                raise InputError(f"a model with {self.name} has no {other.name}: both say how it attends")
+
+    def attention(self, config, layer):
+        return LatentAttention(config, self)
+
+    def sharded_units(self, config):
+        X, R, Y = self.key_dim, self.rope_dim, self.value_dim
+        queries = 0, [(0, X + R)]
+        keys_and_values = 0, [(0, X), (config.n_heads * X, Y)]
+        linears = {
+            "wq": queries,
+            "wq_b": queries,
+            "wkv_b": keys_and_values,
+            "wgate": (0, [(0, Y)]),
+            "wo": (1, [(0, Y)]),
+        }
+        return config.n_heads, "heads", linears
+
+    def columns(self, config, columns):
+        dim = config.dim
+        queries = {"wq_a": {dim}, "wq_b": {self.query_rank}} if self.query_rank else {"wq": {dim}}
+        gate = {"wgate": {dim}} if self.gate else {}
+        others = {name: counts for name, counts in columns.items() if name != "wqkv"}
+        return others | {**queries, "wkv_a": {dim}, **gate, "wo": {config.n_heads * self.value_dim}}
+
+    def kernels(self, device_type):
+        if device_type == "cuda":
+            return []
+        from ladder.kernels.cpu import latents
+
+        return latents.KERNELS
+
+    hf_keys = {
+        "query_rank": "q_lora_rank", "latent_dim": "kv_lora_rank", "key_dim": "qk_nope_head_dim",
+        "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim", "gate": "gated_attention",
+    }  # fmt: skip
+    hf_names = {
+        "wq_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "wq_b": "q_b_proj", "wq": "q_proj",
+        "wkv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj", "wgate": "gate_proj",
+    }  # fmt: skip
+
+    @classmethod
+    def from_hf(cls, hf):
+        if "kv_lora_rank" not in hf:
+            return None
+        settings = {name: hf[key] for name, key in cls.hf_keys.items() if name != "gate"}
+        rope, scale = hf["rope_scaling"], None
+        if hf["num_key_value_heads"] not in (None, hf["num_attention_heads"]):
+            raise InputError("num_key_value_heads must be num_attention_heads, since all heads share one latent")
+        if missing := [cls.hf_keys[name] for name, value in settings.items() if value is None and name != "query_rank"]:
+            raise InputError(f"{missing[0]} is null but must be a whole number above 0")
+        key_dim, rope_dim = settings["key_dim"], settings["rope_dim"]
+        if hf["head_dim"] not in (None, rope_dim, key_dim + rope_dim):
+            raise InputError(f"head_dim {hf['head_dim']} is neither qk_rope_head_dim nor that plus qk_nope_head_dim")
+        if rope.get("mscale_all_dim") and rope.get("rope_type", rope.get("type", "default")) != "default":
+            if not rope.get("factor"):
+                raise InputError("mscale_all_dim needs a factor beside it")
+            scale = (0.1 * rope["mscale_all_dim"] * math.log(max(1.0, rope["factor"])) + 1) ** 2  # of the scores
+        fields = {"head_dim": key_dim + rope_dim, "n_kv_heads": hf["num_attention_heads"], "rotary_dim": rope_dim}
+        return {**settings, "gate": bool(hf.get("gated_attention"))}, {**fields, "query_scale": scale}
+
+    def hf_weights(self, source, config, hf):
+        return LatentWeights(source, self, hf.get("rope_interleave", True))
+
+
+def sizes(settings):
+    """Return (L, X, R, Y) of a Latent."""
+    return settings.latent_dim, settings.key_dim, settings.rope_dim, settings.value_dim
 
 
 class LatentAttention(nn.Module):
@@ -51,18 +145,24 @@ class LatentAttention(nn.Module):
     range of heads; how many they are is read from the shapes.
     """
 
-    def __init__(self, config, layer):
+    rewindable = True
+
+    def __init__(self, config, settings):
         super().__init__()
-        rank, L, X, R, Y = (config.latent_attention[name] for name in HF_KEYS)
-        N, self.sizes, self.scale = config.n_heads, (L, X, R, Y), (X + R) ** -0.5  # scale: of the scores
+        L, X, R, Y = self.sizes = sizes(settings)
+        N = config.n_heads
+        rank = settings.query_rank
+        self.scale = (X + R) ** -0.5  # of the scores
         if rank:
-            self.wq_a, self.q_a_norm = Linear(config.dim, rank, bias=False), RMSNorm(rank, LATENT_EPS)
+            self.wq_a = Linear(config.dim, rank, bias=False)
+            self.q_a_norm = RMSNorm(rank, LATENT_EPS)
             self.wq_b = Linear(rank, N * (X + R), bias=False)
         else:
             self.wq = Linear(config.dim, N * (X + R), bias=False)
-        self.wkv_a, self.kv_a_norm = Linear(config.dim, L + R, bias=False), RMSNorm(L, LATENT_EPS)
+        self.wkv_a = Linear(config.dim, L + R, bias=False)
+        self.kv_a_norm = RMSNorm(L, LATENT_EPS)
         self.wkv_b = Linear(L, N * (X + Y), bias=False)
-        self.wgate = Linear(config.dim, N * Y, bias=False) if config.attention_gate else None
+        self.wgate = Linear(config.dim, N * Y, bias=False) if settings.gate else None
         self.wo = Linear(N * Y, config.dim, bias=False)
         # From so many queries on, "expanded" takes fewer multiplications of a head and key, (X + R + Y) S + L (X + Y)
         # against (2 L + R) S: from 143 on for Instella-MoE, from 171 on for DeepSeek V3.
@@ -135,84 +235,42 @@ class LatentAttention(nn.Module):
         N, Y = y.shape[1], self.sizes[3]
         return torch.einsum("bnsl,nyl->bnsy", y, self.wkv_b.weight[-N * Y :].unflatten(0, (N, Y)))
 
+    def slots_read(self, filled):
+        """Return how many of the filled slots of the cache a step reads."""
+        return filled
+
+    def multiplications(self):
+        """Return how many multiplications this rank's heads need for each query and cached token."""
+        L, _, R, Y = self.sizes
+        return self.wo.in_features // Y * (2 * L + R)
+
     def new_cache(self, batch, length, device, dtype):
         """Return (latents with shared keys (B, 1, T, L + R), no values (B, 1, T, 0)), zeroed."""
         L, _, R, _ = self.sizes
         return tuple(torch.zeros(batch, 1, length, width, device=device, dtype=dtype) for width in (L + R, 0))
 
 
-def check(config):
-    """Raise InputError if Config.latent_attention describes no layer, or other fields contradict it."""
-    settings = config.latent_attention
-    for name in [*HF_KEYS, *settings]:
-        value = settings.get(name)
-        if name not in HF_KEYS or not (
-            name == "query_rank" and value is None or type(value) is int and 0 < value <= 2**16
-        ):
-            words = f"it has {', '.join(HF_KEYS)}, all whole numbers from 1 to 65536 (query_rank may be null)"
-            raise InputError(f"latent_attention: {name} is {value!r}, but {words}")
-    c, X, R = config, settings["key_dim"], settings["rope_dim"]
-    if (c.head_dim, c.rotary_dim or c.head_dim, c.n_kv_heads) != (X + R, R, c.n_heads):
-        raise InputError(
-            f"latent_attention needs head_dim {X + R}, rotary_dim {R} and n_kv_heads {c.n_heads}, "
-            f"not {c.head_dim}, {c.rotary_dim} and {c.n_kv_heads}"
-        )
-    if name := next((n for n in NOT_COMPUTED if getattr(c, n)), None):
-        raise InputError(f"{name} is not for latent_attention")
-
-
-NOT_COMPUTED = (
-    "qkv_bias", "wo_bias", "qk_norm", "score_cap", "window_layers", "nope_layers", "linear_layers",
-)  # fmt: skip
-
-
-def row_ranges(config, first, end):
-    """Return {linear: (dimension, [(start, stop)])} of the heads `first` to `end`, in the form of tp.shard_plan."""
-    _, _, X, R, Y = (config.latent_attention[name] for name in HF_KEYS)
-    rows = {"wq": X + R, "wq_b": X + R, "wgate": Y, "wo": Y}
-    ranges = {name: (int(name == "wo"), [(first * n, end * n)]) for name, n in rows.items()}
-    values = config.n_heads * X  # where the rows of the values begin
-    return {**ranges, "wkv_b": (0, [(first * X, end * X), (values + first * Y, values + end * Y)])}
-
-
-def columns(config):
-    """Return {linear: {how many columns it has}} of the linears that may be quantized."""
-    rank, _, _, _, Y = (config.latent_attention[name] for name in HF_KEYS)
-    queries = {"wq_a": {config.dim}, "wq_b": {rank}} if rank else {"wq": {config.dim}}
-    gate = {"wgate": {config.dim}} if config.attention_gate else {}
-    return {**queries, "wkv_a": {config.dim}, **gate, "wo": {config.n_heads * Y}}
-
-
-def values_from_hf(hf):
-    """Return the fields of Config about latent attention, from the result of huggingface.read_hf."""
-    settings, rope, scale = {name: hf[key] for name, key in HF_KEYS.items()}, hf["rope_scaling"], None
-    if hf["num_key_value_heads"] not in (None, hf["num_attention_heads"]):
-        raise InputError("num_key_value_heads must be num_attention_heads, since all heads share one latent")
-    if missing := [HF_KEYS[name] for name, value in settings.items() if value is None and name != "query_rank"]:
-        raise InputError(f"{missing[0]} is null but must be a whole number above 0")
-    key_dim, rope_dim = settings["key_dim"], settings["rope_dim"]
-    if hf["head_dim"] not in (None, rope_dim, key_dim + rope_dim):
-        raise InputError(f"head_dim {hf['head_dim']} is neither qk_rope_head_dim nor that plus qk_nope_head_dim")
-    if rope.get("mscale_all_dim") and rope.get("rope_type", rope.get("type", "default")) != "default":
-        if not rope.get("factor"):
-            raise InputError("mscale_all_dim needs a factor beside it")
-        scale = (0.1 * rope["mscale_all_dim"] * math.log(max(1.0, rope["factor"])) + 1) ** 2  # of the scores
-    return {
-        "latent_attention": settings, "head_dim": key_dim + rope_dim, "n_kv_heads": hf["num_attention_heads"],
-        "rotary_dim": rope_dim, "query_scale": scale, "attention_gate": bool(hf.get("gated_attention")),
-    }  # fmt: skip
-
-
-def reordered(weight, name, config, interleaved):
-    """Return a matrix of Hugging Face's with its rows in our order: see LatentAttention.
+class LatentWeights:
+    """The tensors of a source with names() and read(name), with rows in our order: see LatentAttention.
 
     interleaved: rotated rows were neighbours (2i, 2i + 1), and become pairs (i, i + R/2).
     """
-    _, L, X, R, Y = (config.latent_attention[key] for key in HF_KEYS)
-    if "kv_b_proj" in name:
-        return torch.cat([w.flatten(0, 1) for w in weight.unflatten(0, (-1, X + Y)).split([X, Y], 1)])
-    if not interleaved or not re.search(r"\.(q_proj|q_b_proj|kv_a_proj_with_mqa)\.", name):
-        return weight
-    first = L if "kv_a_proj" in name else X
-    plain, rotated = weight.unflatten(0, (-1, first + R)).split([first, R], 1)
-    return torch.cat((plain, unpaired(rotated.flatten(0, 1), R).unflatten(0, (-1, R))), 1).flatten(0, 1)
+
+    def __init__(self, source, settings, interleaved):
+        self.source = source
+        self.settings = settings
+        self.interleaved = interleaved
+
+    def names(self):
+        return self.source.names()
+
+    def read(self, name):
+        weight = self.source.read(name)
+        L, X, R, Y = sizes(self.settings)
+        if "kv_b_proj" in name:
+            return torch.cat([w.flatten(0, 1) for w in weight.unflatten(0, (-1, X + Y)).split([X, Y], 1)])
+        if not self.interleaved or not re.search(r"\.(q_proj|q_b_proj|kv_a_proj_with_mqa)\.", name):
+            return weight
+        first = L if "kv_a_proj" in name else X
+        plain, rotated = weight.unflatten(0, (-1, first + R)).split([first, R], 1)
+        return torch.cat((plain, unpaired(rotated.flatten(0, 1), R).unflatten(0, (-1, R))), 1).flatten(0, 1)

@@ -175,8 +175,8 @@ def if_on_a_gpu(x, *arguments):
     return experts_on_a_gpu(x, *arguments) if x.is_cuda else None
 
 
-EXPERTS = "ladder.layers.experts.experts"
+EXPERTS = "ladder.architectures.experts.experts"
 GPU_KERNELS = [
     Kernel(EXPERTS, if_on_a_gpu, "all experts are one call"),
-    Kernel("ladder.layers.experts.multiply", multiply_in_graph, "few tokens fit a graph", (EXPERTS,)),
+    Kernel("ladder.architectures.experts.multiply", multiply_in_graph, "few tokens fit a graph", (EXPERTS,)),
 ]

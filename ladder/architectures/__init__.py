@@ -1,0 +1,102 @@
+"""What differs from a Llama: each difference has one file here, with all that it means.
+
+A Config lists the differences of its model in Config.architecture. Each is an Architecture: its fields are settings, as
+they stand in config.json, and its methods answer the questions that model.py, tp.py and the others ask. The defaults
+are the answers of a Llama. A model may have several: Qwen3-Next has a mixture of experts and linear attention.
+
+An architecture of your own is a file here with a subclass, and a line of ARCHITECTURES: docs/change-it.md has one.
+"""
+
+import dataclasses
+import pkgutil
+
+ARCHITECTURES = {  # {its name in config.json: module:class}
+    "mixture": "ladder.architectures.mixture:Mixture",
+    "latent": "ladder.architectures.latent:Latent",
+    "linear": "ladder.architectures.linear:LinearAttention",
+    "laneformer": "ladder.lanes.laneformer:LaneformerSettings",
+}
+
+
+def find_architecture(name):
+    """Return the subclass of Architecture with a name of ARCHITECTURES."""
+    return pkgutil.resolve_name(ARCHITECTURES[name])
+
+
+def all_architectures():
+    """Return {name: subclass of Architecture}."""
+    return {name: find_architecture(name) for name in ARCHITECTURES}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A difference from a Llama. Subclasses are frozen dataclasses; `config` is the Config that lists this object."""
+
+    name = ""  # in ARCHITECTURES
+    # Whether a row's cache can forget its last tokens, as drafts and a server's reuse of prompts need.
+    rewindable = True
+    # Matrices that are never quantized: they are small, but their errors would not be, or their floats are needed.
+    not_quantized = ()
+    # Neurons of an MLP stay together on a rank in units of so many, where these divide them.
+    neuron_unit = 1
+
+    def check(self, config):
+        """Raise InputError if the settings make no model of this config."""
+
+    def of_first_layers(self, n_layers):
+        """Return the architecture of a model's first n layers, where settings name layers."""
+        return self
+
+    # ---- What model.py asks; None: as in a Llama ----
+
+    def attention(self, config, layer):
+        """Return the attention of a layer: a module with forward(x, metadata, cache) and what model.Attention has."""
+
+    def feed_forward(self, config, layer):
+        """Return the MLP of a layer: a module with forward(x)."""
+
+    # ---- What tp.py asks ----
+
+    def mlps(self, config):
+        """Return {prefix of matrices' names: neurons} of the MLPs that ranks share out, or None: one, as in a Llama."""
+
+    def sharded_units(self, config):
+        """Return (n, name, {linear: (dimension, [(offset, size), ...])}): what ranks share out in n units, or None.
+
+        For example, of 16 heads with 4 rows each, (16, "heads", {"wq": (0, [(0, 4)])}): a rank of two holds the rows 0
+        to 32 or 32 to 64. Several parts are joined. name: of the units, in the plural, for messages.
+        """
+
+    def stays_float32(self, name):
+        """Return whether a parameter is never rounded to the model's dtype."""
+        return False
+
+    # ---- What quantization and those who count bytes ask ----
+
+    def columns(self, config, columns):
+        """Return {linear: {how many columns}} of the linears that may be quantized, from that of a Llama."""
+        return columns
+
+    def share_read(self, name, tokens):
+        """Return the expected share of the parameter `name` that a pass of so many tokens reads."""
+        return 1.0
+
+    def kernels(self, device_type):
+        """Return the Kernels (ladder/kernels/registry.py) that stand in for functions of this architecture."""
+        return []
+
+    # ---- Hugging Face folders ----
+
+    hf_keys = {}  # {a setting: the key of config.json that it comes from}, for messages
+    hf_names = {}  # {a part of our tensors' names: Hugging Face's}
+
+    @classmethod
+    def from_hf(cls, hf):
+        """Return ({setting: value}, {further field of Config: value}) of a model, or None if it has no such difference.
+
+        hf: as ladder.checkpoints.huggingface.read_hf returns it. Raises InputError.
+        """
+
+    def hf_weights(self, source, config, hf):
+        """Return the tensors of a source with names() and read(name) in the form of a Llama's, or in our order."""
+        return source
