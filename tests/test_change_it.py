@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -38,7 +37,7 @@ def run(folder, words, **environment):
 @pytest.fixture(scope="module")
 def unedited():
     """What the demo writes without any change."""
-    return run(ROOT, shlex.split(USUAL))[0]
+    return run(ROOT, ["bash", "-c", USUAL])[0]
 
 
 def common(a, b):
@@ -64,8 +63,8 @@ def test_a_change_takes_effect_as_it_stands_on_the_page(section, unedited, tmp_p
             path = tmp_path / name
             path.write_text(edited(path.read_text(), text))
     commands = [[sys.executable, "-c", text] for kind, _, text in blocks if kind == "python"]
-    commands += [shlex.split(text) for kind, _, text in blocks if kind == "bash"]
-    for command in commands or [shlex.split(USUAL)]:
+    commands += [["bash", "-c", text] for kind, _, text in blocks if kind == "bash"]
+    for command in commands or [["bash", "-c", USUAL]]:
         printed, said = run(tmp_path, command)
         if not printed:  # it only wrote a checkpoint
             continue
