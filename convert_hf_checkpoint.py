@@ -111,7 +111,7 @@ def keep_quantized(config, available, quant, group_size):
         module, _, tensor = name.rpartition(".")
         kind = module.rpartition(".")[2]
         if tensor == "weight" and kind in QUANTIZED:
-            stays[kind] = stays.get(kind, True) and available.issuperset(hf_names(f"{module}.scales"))
+            stays[kind] = stays.get(kind, True) and available.issuperset(hf_names(f"{module}.scales", config))
     floats = tuple(kind for kind in stays if not stays[kind])
     changes = {"quant": quant, "group_size": group_size, "not_quantized": floats}
     return dataclasses.replace(config, **changes) if len(floats) < len(stays) else config
@@ -141,7 +141,7 @@ def convert(source, config, folder, dtype, shard_bytes):
         zeros = source.read(f"{stem}.zeros") if f"{stem}.zeros" in available else None
         return dequantize(tensor, source.read(f"{stem}.scales"), zeros)
 
-    sources, head = {name: hf_names(name) for name in shapes}, hf_names("output.weight")
+    sources, head = {name: hf_names(name, config) for name in shapes}, hf_names("output.weight", config)
     if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
         sources["tok_embeddings.weight"] = head  # under whose name some folders have the tied tensor
     needed = {n for names in sources.values() for n in names}

@@ -12,8 +12,8 @@ from helpers import HANGS, ROOT
 PAGE = (ROOT / "docs/change-it.md").read_text()
 HEAD, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)
 USUAL = re.search(r"```bash\n(.*?)\n```", HEAD, re.DOTALL).group(1)
-BLOCK = re.compile(r"```(diff|bash|python)(?: (\S+))?\n(.*?)```", re.DOTALL)
-PARTS = "model.py", "tp.py", "generate.py", "complete.py", "ladder", "demo"
+BLOCK = re.compile(r"```(diff|new|bash|python)(?: (\S+))?\n(.*?)```", re.DOTALL)
+PARTS = "model.py", "tp.py", "generate.py", "complete.py", "convert_hf_checkpoint.py", "quantize.py", "ladder", "demo"
 
 
 def edited(source, diff):
@@ -45,6 +45,23 @@ def common(a, b):
     return len(os.path.commonprefix([a, b]))
 
 
+def apply(section, folder):
+    """Copy the project into a folder, and make there the changes of a section; return its blocks of code."""
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, folder / part)
+    (folder / "checkpoints").mkdir()
+    blocks = BLOCK.findall(section)
+    for kind, name, text in blocks:
+        path = folder / name
+        if kind == "diff":
+            path.write_text(edited(path.read_text(), text))
+        if kind == "new":
+            assert len(text.splitlines()) <= 60
+            path.write_text(text)
+    return blocks
+
+
 FAST = "4. ", "6. "  # the others take as long, and run with the longer tests
 
 
@@ -53,20 +70,12 @@ FAST = "4. ", "6. "  # the others take as long, and run with the longer tests
     for section in SECTIONS
 ])  # fmt: skip
 def test_a_change_takes_effect_as_it_stands_on_the_page(section, unedited, tmp_path):
-    for part in PARTS:
-        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
-        copy(ROOT / part, tmp_path / part)
-    (tmp_path / "checkpoints").mkdir()
-    blocks = BLOCK.findall(section)
-    for kind, name, text in blocks:
-        if kind == "diff":
-            path = tmp_path / name
-            path.write_text(edited(path.read_text(), text))
+    blocks = apply(section, tmp_path)
     commands = [[sys.executable, "-c", text] for kind, _, text in blocks if kind == "python"]
-    commands += [["bash", "-c", text] for kind, _, text in blocks if kind == "bash"]
+    commands += [["bash", "-ec", text] for kind, _, text in blocks if kind == "bash"]
     for command in commands or [["bash", "-c", USUAL]]:
         printed, said = run(tmp_path, command)
-        if not printed:  # it only wrote a checkpoint
+        if not printed or "convert" in command[-1]:  # it only wrote a checkpoint
             continue
         plain, _ = run(tmp_path, command, LADDER_PLAIN="1")
         if section.startswith(("6. ", "7. ")):  # these only look
@@ -75,3 +84,49 @@ def test_a_change_takes_effect_as_it_stands_on_the_page(section, unedited, tmp_p
             assert printed != unedited and common(printed, plain) > common(printed, unedited) + 3, said
     expected = re.search(r"print\(.*?\).*?: (\d+)$", section, re.MULTILINE)
     assert not expected or printed.splitlines()[-1] == expected.group(1)
+
+
+PEER = """
+import torch, transformers
+from ladder.checkpoints import checkpoint
+from tp import load_shard
+
+theirs = transformers.AutoModelForCausalLM.from_pretrained("checkpoints/arcee-hf", dtype=torch.float32)
+tokens = torch.arange(40).view(2, 20)
+for name, most in ("arcee", 1e-4), ("arcee-int8", 0.1):
+    folder = f"checkpoints/{name}"
+    config = checkpoint.read_config(folder)
+    model = load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu")
+    with torch.no_grad():
+        exact = theirs(tokens).logits
+        assert (model(tokens) - exact).norm() < most * exact.norm(), name
+"""
+
+
+@pytest.mark.slow
+def test_the_family_of_the_page_computes_what_transformers_does(tmp_path):
+    """In floats, in int8, and on one rank and two."""
+    pytest.importorskip("transformers")
+    section = next(section for section in SECTIONS if section.startswith("12. "))
+    blocks = apply(section, tmp_path)
+    run(tmp_path, [sys.executable, "-c", next(text for kind, _, text in blocks if kind == "python")])
+    bash = [text for kind, _, text in blocks if kind == "bash"]
+    run(tmp_path, ["bash", "-ec", bash[0]])
+    run(
+        tmp_path,
+        [
+            "python",
+            "quantize.py",
+            "--checkpoint",
+            "checkpoints/arcee",
+            "--mode",
+            "int8",
+            "--out",
+            "checkpoints/arcee-int8",
+        ],
+    )
+    run(tmp_path, [sys.executable, "-c", PEER])
+    for name in "arcee", "arcee-int8":
+        two = bash[1].strip().replace("checkpoints/arcee", f"checkpoints/{name}") + " --dtype float32"
+        one = "python generate.py" + two.partition("generate.py")[2]
+        assert run(tmp_path, ["bash", "-ec", two])[0] == run(tmp_path, ["bash", "-ec", one])[0], name

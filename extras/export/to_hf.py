@@ -91,7 +91,7 @@ def family_of(config, hf):
 
 def names_in_hf(name, config, family):
     """Return the Hugging Face names of the tensors that ours becomes, in order; each expert has its own."""
-    names = hf_names(name)
+    names = hf_names(name, config)
     if family == "mixtral":
         for qwen, mixtral in MIXTRAL_NAMES.items():
             names = [name.replace(qwen, mixtral) for name in names]

@@ -18,7 +18,7 @@ from ladder.layers.attention_inputs import unpaired
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
 from ladder.wiring_text import wiring_name
 
-HF_PARTS = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of three tensors
+HF_NAMES = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of three tensors
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "attention": "self_attn",
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "wo": "o_proj", "feed_forward": "mlp",
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
@@ -46,12 +46,14 @@ ALL_ROPE_KEYS = {key for keys in ROPE_KEYS.values() for key in keys} | {  # of r
 }  # fmt: skip
 
 
-def hf_names(name):
+def hf_names(name, config):
     """Return the names of the Hugging Face tensors that make up ours: one, or three (q, k, v) for wqkv."""
+    names = dict(HF_NAMES)
+    for each in config.architecture:
+        names |= each.hf_names
     layer, module, tensor = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(\w+)", name).groups()
     prefix = f"model.{layer}" if layer else ""
-    parts = HF_PARTS | {ours: theirs for kind in all_architectures().values() for ours, theirs in kind.hf_names.items()}
-    module = ".".join(parts.get(part, part) for part in module.split("."))
+    module = ".".join(names.get(part, part) for part in module.split("."))
     modules = [module.replace("wqkv", f"{letter}_proj") for letter in "qkv"] if module.endswith("wqkv") else [module]
     return [f"{prefix}{module}.{tensor}" for module in modules]
 
@@ -227,12 +229,11 @@ def our_values(hf):
         raise InputError("config.json has both farskip and ladder_layers, which are two wirings: drop one")
     values, architecture = {**FAMILIES[family].values}, {}
     for name, kind in all_architectures().items():
-        of_family = values.pop(name, {})
-        if (found := kind.from_hf(hf)) is not None:
-            architecture[name] = found[0] | of_family
-            values |= found[1]
-        elif of_family:
-            raise InputError(f"{family} has {name}, but config.json says nothing of it")
+        of_family = values.pop(name, None)  # settings that the family has in any case
+        settings, fields = kind.from_hf(hf) or (of_family, {})
+        if settings is not None:
+            architecture[name] = settings | (of_family or {})
+            values |= fields
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
