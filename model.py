@@ -75,8 +75,6 @@ class Config:
     rotary_dim: int | None = None  # how many dimensions of a head turn, from the first one on; None: all
     # norms, MLPs and logits
     norm: str = "rms"  # a name in NORMS (ladder/layers/norms.py); called as NORMS[norm](dim, eps)
-    input_norms: bool = True  # whether a sublayer norms what it reads
-    post_norms: bool = False  # whether the sum of a sublayer's partials is normed before it is added to x
     mlp_bias: bool = False
     activation: str = "silu"  # of the MLP's gate, a name in ACTIVATIONS
     embedding_scale: float | None = None
@@ -355,38 +353,6 @@ def _add_partials(sublayer, side_by_side, x):  # usually of one block
     return sum(others, start=first)
 
 
-# which norm of a block is for the sums of a sublayer, of models with post_norms
-POST_NORMS = {attention_sublayer: "attention_post_norm", mlp_sublayer: "ffn_post_norm"}
-
-
-class PostNormSums(Collectives):
-    """The Collectives of residual_loop for models with post_norms: settle returns x + norm(wait(pending)).
-
-    norms: one for each sublayer, in the order of their starts. Wirings that add partials of several sublayers are
-    refused (config_check.check_norms).
-    """
-
-    def __init__(self, comm, norms):
-        self.comm, self.norms, self.tp_size, self.lanes = comm, iter(norms), comm.tp_size, comm.lanes
-
-    def start(self, partial):
-        return self.comm.start(partial), next(self.norms)
-
-    def wait(self, pending):
-        started, norm = pending
-        return norm(self.comm.wait(started))
-
-    def settle(self, x, pending, newer=()):
-        if not newer:
-            return x + self.wait(pending)
-        started, norm = pending
-        # only settle can come after `newer`
-        return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
-
-    def pin(self, x, newer):
-        return self.comm.pin(x, [later for later, _ in newer])
-
-
 # ---- The layers ------------------------------------------------------------------------------------------------------
 
 
@@ -557,11 +523,11 @@ class Block(NeverCalled):
         make_norm = functools.partial(NORMS[config.norm], config.dim, config.norm_eps)
         used = config.layer_wirings[layer].norms
         if "attention_norm" in used:
-            self.attention_norm = make_norm() if config.input_norms else nn.Identity()
+            self.attention_norm = make_norm()
         if "ffn_norm" in used:
-            self.ffn_norm = make_norm() if config.input_norms else nn.Identity()
-        if config.post_norms:  # PostNormSums applies them to the sums of this layer's partials
-            self.attention_post_norm, self.ffn_post_norm = make_norm(), make_norm()
+            self.ffn_norm = make_norm()
+        for each in config.architecture:
+            each.complete_block(config, self)
 
 
 # ---- The model -------------------------------------------------------------------------------------------------------
@@ -638,16 +604,8 @@ class Transformer(nn.Module):
         return self.config.named_wiring.loop(x, sublayers, self.loop_comm(), self.config)
 
     def loop_comm(self):
-        """Return the Collectives of a new loop: `comm`, or with post_norms what also norms its sums."""
-        if not self.config.post_norms:
-            return self.comm
-        norms = []
-        for block, wiring in zip(self.layers, self.config.layer_wirings, strict=True):
-            for sublayer in wiring.block_sublayers:
-                if sublayer not in POST_NORMS:
-                    raise InputError(f"{sublayer.__name__} has no norm for its sums: name one of a block in POST_NORMS")
-                norms.append(getattr(block, POST_NORMS[sublayer]))
-        return PostNormSums(self.comm, norms)
+        """Return the Collectives of a new loop: `comm`, or what an architecture puts around it."""
+        return self.config.differs("collectives", self) or self.comm
 
     def head(self, x, last_index=None):
         """Return the local logits of the last layer's x (B, S, D); last_index: as in forward."""

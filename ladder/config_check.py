@@ -39,12 +39,8 @@ def check_norms(c):
         raise InputError(f"norm {c.norm!r} is unknown; known: {', '.join(NORMS)}")
     if c.whole_qk_norm and not (c.qk_norm and c.norm == "rms"):
         raise InputError("whole_qk_norm needs qk_norm and a norm 'rms'")
-    wiring = c.named_wiring
-    adds_partials = wiring.depends_on_lanes or wiring.blocks > 1 or len(wiring.norms) < 2
-    name = "whole_qk_norm" if c.whole_qk_norm and wiring.depends_on_lanes else ""
-    name = "post_norms" if c.post_norms and adds_partials else name
-    if name and c.wiring != "upper-bound":
-        raise InputError(f"wiring {c.wiring} is not for models with {name}: it adds partials before they are summed")
+    if c.whole_qk_norm and c.named_wiring.depends_on_lanes and c.wiring != "upper-bound":
+        raise InputError(f"wiring {c.wiring} is not for models with whole_qk_norm: each lane would norm its own heads")
 
 
 def check_quantization(c):

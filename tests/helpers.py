@@ -44,15 +44,15 @@ YARN["original_max_position_embeddings"] = 40
 LONGROPE = {"attention_factor": 1.3, "original_max_position_embeddings": 10}
 LONGROPE |= {"short_factor": [1.0, 1.5, 2.5], "long_factor": [1.25, 3.0, 7.0]}
 GEMMA = {  # what Gemma 2 and 3 have together
-    "norm": "rms+1", "post_norms": True, "activation": "gelu_tanh", "embedding_scale": 7.0, "query_scale": 0.7,
+    "norm": "rms+1", "postnorm": {}, "activation": "gelu_tanh", "embedding_scale": 7.0, "query_scale": 0.7,
     "score_cap": 1.5, "logit_cap": 3.0, "qk_norm": True, "tie_embeddings": True,
     "window_rope_theta": 50.0, "sliding_window": 4, "window_layers": (0, 2), "rope_scaling": {"factor": 2.5},
 }  # fmt: skip
 OLMO = {
-    "input_norms": False, "post_norms": True, "qk_norm": True, "whole_qk_norm": True, "rope_scaling": YARN,
+    "postnorm": {"input_norms": False}, "qk_norm": True, "whole_qk_norm": True, "rope_scaling": YARN,
     "window_rope_theta": 10000.0, "sliding_window": 4, "window_layers": (0, 2),
 }  # fmt: skip
-GLM = {"rotary_dim": 4, "post_norms": True, "qkv_bias": True, "rope_scaling": YARN}
+GLM = {"rotary_dim": 4, "postnorm": {}, "qkv_bias": True, "rope_scaling": YARN}
 STABLELM = {"rotary_dim": 2, "norm": "layer", "qkv_bias": True}
 PHI = {"rotary_dim": 6, "rope_scaling": LONGROPE, "llama4_beta": 0.4}
 LONG_PHI = {**PHI, "rope_scaling": {**LONGROPE, "original_max_position_embeddings": 6}}  # all rows are beyond that

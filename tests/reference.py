@@ -11,6 +11,7 @@ import numpy as np
 
 import model
 from ladder.architectures.mixture import Mixture
+from ladder.architectures.postnorm import PostNorm
 from ladder.lanes import wirings
 from model import find_wiring, residual_loop
 
@@ -81,7 +82,7 @@ class Reference:
     def attention(self, layer, x, shard, norm="attention_norm"):
         c, w = self.c, self.w
         H, G, p = c.head_dim, c.n_heads // c.n_kv_heads, f"layers.{layer}."
-        x = self.norm(x, p + norm) if c.input_norms else x
+        x = self.norm(x, p + norm) if not c.find(PostNorm) or c.find(PostNorm).input_norms else x
         qkv = x @ w[p + "attention.wqkv.weight"].T
         if c.qkv_bias:
             qkv = qkv + w[p + "attention.wqkv.bias"]
@@ -120,7 +121,7 @@ class Reference:
 
     def mlp(self, layer, x, shard, norm="ffn_norm"):
         w, p, (a, b) = self.w, f"layers.{layer}.", shard[1]
-        x = self.norm(x, p + norm) if self.c.input_norms else x
+        x = self.norm(x, p + norm) if not self.c.find(PostNorm) or self.c.find(PostNorm).input_norms else x
         gate, up = x @ w[p + "feed_forward.w1.weight"][a:b].T, x @ w[p + "feed_forward.w3.weight"][a:b].T
         if self.c.mlp_bias:
             gate, up = gate + w[p + "feed_forward.w1.bias"][a:b], up + w[p + "feed_forward.w3.bias"][a:b]
@@ -180,7 +181,7 @@ class Reference:
                 own = [sum((p[r] for p in missed), start=np.zeros_like(x0)) for r in range(len(self.shards))]
                 partials.append([h(x[seen] + y, shard) for y, shard in zip(own, self.shards, strict=True)])
                 total = sum(partials[-1])
-                if self.c.post_norms:
+                if self.c.find(PostNorm):
                     total = self.norm(total, f"layers.{i // 2}.{'ffn' if i % 2 else 'attention'}_post_norm")
                 x.append(x[-1] + total)
             return [x[-1]] * len(self.shards)

@@ -68,7 +68,7 @@ def test_norms_of_all_heads_wait_for_the_sums_in_flight():
     # sums start at 1.5, 4.5 and, after the norms' at 7.5 to 8 and half an attention, at 8.5 and 11.5
     assert advise.step_seconds(change(olmo, wiring="ladder"), times)[0] == 14.5
     assert "parallel" in variants(olmo) and "spd" not in variants(olmo)
-    summed = change(BASE, n_layers=2, post_norms=True)
+    summed = change(BASE, n_layers=2, postnorm={})
     assert variants(summed) == ["standard", "ladder", "ladder:1", "upper-bound"]
 
 

@@ -457,8 +457,8 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
         ({"mlp_bias": True}, "mlp_bias is not for a mixture"),
         ({"activation": "gelu_tanh"}, "activation gelu_tanh is not for a mixture"),
         (
-            {"mixture": {"shared_expert_size": 28}, "post_norms": True, "wiring": "farskip"},
-            "farskip is not for models with post_norms",
+            {"mixture": {"shared_expert_size": 28}, "postnorm": {}, "wiring": "farskip"},
+            "farskip is not for models with postnorm",
         ),
         (
             {"quant": "int4", "group_size": 32, "dim": 64, "mixture": {"expert_size": 32}, "not_quantized": ("wo",)},

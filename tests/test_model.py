@@ -1,12 +1,11 @@
 """The transformer on one device: the cache, the rope, the configuration."""
 
-import dataclasses
 import json
 import re
 
 import pytest
 import torch
-from helpers import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, wired_id
+from helpers import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, change, wired_id
 from test_wiring import check_against_the_reference
 
 from ladder.checkpoints import checkpoint, writing
@@ -25,13 +24,16 @@ from model import build
     *({**family, "wiring": wiring} for family in FAMILIES for wiring in ("standard", "ladder", "ladder-2:0,2")),
 ], ids=wired_id)  # fmt: skip
 def test_what_some_families_have(changes):
-    check_against_the_reference(dataclasses.replace(BASE, **changes))
+    check_against_the_reference(change(BASE, **changes))
 
 
 @pytest.mark.slow  # what ranks compile is tested with them, and in the fast tests
 @pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)
 def test_compiled_wirings_compute_the_same(changes):
-    check_against_the_reference(dataclasses.replace(BASE, **changes), compile=True, compile_prefill=True)
+    check_against_the_reference(change(BASE, **changes), compile=True, compile_prefill=True)
+
+
+POST_NORMED = {"postnorm": {}}
 
 
 @pytest.mark.parametrize("kind, scaling", [
@@ -48,7 +50,7 @@ def test_rope_frequencies_match_transformers(kind, scaling):
 
     if kind in ("llama3", "yarn"):
         scaling = {**scaling, "original_max_position_embeddings": 8192}
-    config = dataclasses.replace(BASE, head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
+    config = change(BASE, head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
     hf = LlamaConfig(hidden_size=128, num_attention_heads=1, max_position_embeddings=131072)
     hf.rope_parameters = {"rope_theta": 500000.0, "rope_type": kind, **(scaling or {})}
     expected = LlamaRotaryEmbedding(hf).inv_freq
@@ -82,12 +84,15 @@ CONFIGS = [  # changes and the line
     ({"sliding_window": 4, "window_layers": (0, 3)}, "window_layers takes layers from 0 to 2, not"),
     ({"window_layers": (0,)}, "a sliding_window of 1 or more tokens"),
     (
-        {"post_norms": True, "wiring": "spd"},
-        "wiring spd is not for models with post_norms: it adds partials before they",
+        {"architecture": POST_NORMED, "wiring": "spd"},
+        "wiring spd is not for models with postnorm: it takes partials that are",
     ),
-    ({"post_norms": True, "wiring": "delayed-2:1"}, "wiring delayed-2:1 is not for models with post_norms"),
-    ({"post_norms": True, "wiring": "pair:0,1"}, "wiring pair:0,1 is not for models with post_norms"),
-    ({"post_norms": True, "wiring": "parallel-ladder"}, "wiring parallel-ladder is not for models with post_norms"),
+    ({"architecture": POST_NORMED, "wiring": "delayed-2:1"}, "wiring delayed-2:1 is not for models with postnorm"),
+    ({"architecture": POST_NORMED, "wiring": "pair:0,1"}, "wiring pair:0,1 is not for models with postnorm"),
+    (
+        {"architecture": POST_NORMED, "wiring": "parallel-ladder"},
+        "wiring parallel-ladder is not for models with postnorm",
+    ),
     (
         {"qk_norm": True, "whole_qk_norm": True, "wiring": "desync"},
         "wiring desync is not for models with whole_qk_norm",
@@ -110,5 +115,5 @@ def test_a_config_that_makes_no_model_is_one_clear_line(changes, message):
 
 
 def test_a_good_config_is_taken():
-    for config in (BASE, dataclasses.replace(BASE, bos_id=0, eos_ids=(0, 2), wiring="ladder:0,")):
+    for config in (BASE, change(BASE, bos_id=0, eos_ids=(0, 2), wiring="ladder:0,")):
         assert checkpoint.make_config(json.loads(json.dumps(writing.config_values(config))), "config.json") == config

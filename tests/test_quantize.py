@@ -1,6 +1,5 @@
 """Integer weights: how they are made and stored, their products, the models that hold them."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -18,6 +17,7 @@ from helpers import (
     OLMO,
     ROOT,
     StateWeights,
+    change,
     counted_kernels,
     last_logits,
     main_on_ranks,
@@ -39,20 +39,18 @@ from ladder.errors import InputError
 from ladder.kernels import compiling, quant_kernels, quant_linear, registry
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
-CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160)
-INT8 = dataclasses.replace(CONFIG, quant="int8")
-INT4 = dataclasses.replace(CONFIG, quant="int4", group_size=32)
-KEPT = dataclasses.replace(INT4, intermediate_size=172, not_quantized=("output", "w2"))  # 172 is no multiple of 32
+CONFIG = change(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160)
+INT8 = change(CONFIG, quant="int8")
+INT4 = change(CONFIG, quant="int4", group_size=32)
+KEPT = change(INT4, intermediate_size=172, not_quantized=("output", "w2"))  # 172 is no multiple of 32
 # with 3 heads of 16 columns a rank, groups of wo straddle the ranks' edges
-BIASED = dataclasses.replace(INT4, n_kv_heads=8, qkv_bias=True, wo_bias=True, mlp_bias=True, qk_norm=True)
-TIED = dataclasses.replace(INT4, tie_embeddings=True)
-MIXED = dataclasses.replace(TIED, int8=("tok_embeddings", "w1"))
-TABLE = dataclasses.replace(INT8, tie_embeddings=True, not_quantized=("tok_embeddings",))
-NARROW = dataclasses.replace(INT4, intermediate_size=64)  # two groups, for up to four ranks
-GEMMA_INT8, OLMO_INT4 = (
-    dataclasses.replace(c, **{**family, "rope_scaling": None}) for c, family in ((INT8, GEMMA), (INT4, OLMO))
-)
-GLM_INT8 = dataclasses.replace(INT8, **{**GLM, "rope_scaling": None})  # which a cache could not hash
+BIASED = change(INT4, n_kv_heads=8, qkv_bias=True, wo_bias=True, mlp_bias=True, qk_norm=True)
+TIED = change(INT4, tie_embeddings=True)
+MIXED = change(TIED, int8=("tok_embeddings", "w1"))
+TABLE = change(INT8, tie_embeddings=True, not_quantized=("tok_embeddings",))
+NARROW = change(INT4, intermediate_size=64)  # two groups, for up to four ranks
+GEMMA_INT8, OLMO_INT4 = (change(c, **{**family, "rope_scaling": None}) for c, family in ((INT8, GEMMA), (INT4, OLMO)))
+GLM_INT8 = change(INT8, **{**GLM, "rope_scaling": None})  # which a cache could not hash
 CASES = {"gemma": GEMMA_INT8, "olmo": OLMO_INT4, "glm": GLM_INT8}
 CASES |= {
     "int8": INT8,
@@ -68,13 +66,13 @@ CASES |= {
 
 def exact_weights(config):
     """What a model of floats has for the config."""
-    plain = dataclasses.replace(config, quant=None, group_size=None, not_quantized=(), int8=())
+    plain = change(config, quant=None, group_size=None, not_quantized=(), int8=())
     return types.SimpleNamespace(read=random_model(plain).state_dict().get)
 
 
 def quantized_state(config):
     """The state dict of random_model, quantized; that of a standard model, for any wiring."""
-    return _quantized_state(dataclasses.replace(config, wiring="standard"))
+    return _quantized_state(change(config, wiring="standard"))
 
 
 @functools.cache
@@ -176,7 +174,7 @@ def test_errors_make_up_for_one_another():
 TEXT = torch.randint(3, BASE.vocab_size, (4, 12), generator=torch.Generator().manual_seed(5))
 TABLE_KEPT = {"not_quantized": ("tok_embeddings",), "intermediate_size": 160}  # its rows are floats in that run
 RUNS = zip((OLMO_INT4, INT4, BIASED, NARROW, INT4, INT4, INT4), ANY_TP[:7], strict=True)
-RUNS = [dataclasses.replace(config, **TABLE_KEPT, **changes) for config, changes in RUNS]
+RUNS = [change(config, **TABLE_KEPT, **changes) for config, changes in RUNS]
 
 
 @pytest.mark.parametrize("config", RUNS, ids=lambda config: config.wiring)
@@ -192,7 +190,7 @@ def test_each_linear_gets_the_inputs_that_the_quantized_model_has(config, monkey
     with torch.no_grad():
         logits = net(TEXT)
         fitted = tp.load_shard(config, StateWeights(quantized_state(config)), torch.float32, "cpu")(TEXT)
-        exact = random_model(dataclasses.replace(config, quant=None, group_size=None, not_quantized=()))(TEXT)
+        exact = random_model(change(config, quant=None, group_size=None, not_quantized=()))(TEXT)
     theirs = [x for i, x in enumerate(theirs) if i == 0 or x is not theirs[i - 1]]  # w3 has those of w1
     assert len(inputs) == len(theirs) and all(map(functools.partial(torch.allclose, atol=1e-4), inputs, theirs))
     assert (logits - exact).norm() < 0.8 * (fitted - exact).norm()
@@ -213,7 +211,7 @@ def test_scales_are_float16_unless_bfloat16_is_nearer(size, dtype):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_older_checkpoints_have_scales_in_bfloat16(ranks):
-    config, kept = dataclasses.replace(INT4, wiring="ladder"), ("scales", "zeros")
+    config, kept = change(INT4, wiring="ladder"), ("scales", "zeros")
     state = {n: t.bfloat16() if n.endswith(kept) else t for n, t in quantized_state(config).items()}
     half = {n: t.half() if n.endswith(kept) else t for n, t in state.items()}  # which holds these exactly
     results = [run_ranks(ranks, helpers.rank_logits, config, s, torch.bfloat16) for s in (state, half)]
@@ -239,7 +237,7 @@ def integers(N, K, size, seed=0):
 
 
 def test_a_rank_without_rows_of_the_output_head():
-    config = dataclasses.replace(INT8, vocab_size=9)
+    config = change(INT8, vocab_size=9)
     net = tp.load_shard(config, StateWeights(quantized_state(config)), torch.bfloat16, "cpu", 3, (1,) * 4)
     registry.use(quant_kernels.KERNELS["cpu"])
     for use in (lambda net: None), compiling.use_decode_kernels:
@@ -294,7 +292,7 @@ def test_a_quantized_model_computes_what_its_numbers_say(config, monkeypatch):
 @pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
 def test_compiled_it_does_with_pytorchs_kernels_too(config, monkeypatch):
     monkeypatch.setattr(compiling.loading, "use_kernels", lambda model: None)
-    check_model(dataclasses.replace(config, n_layers=1), torch.bfloat16, 0.06, compile=True)
+    check_model(change(config, n_layers=1), torch.bfloat16, 0.06, compile=True)
 
 
 def rank_logits(world, cases, tokens, lengths, compile):
@@ -319,13 +317,13 @@ def check_ranks(shares, cases, compile=False):
 @pytest.mark.parametrize("shares", [2, 3, 4, (3, 1), (1, 2, 1)], ids=str)
 def test_any_tp_computes_what_one_device_does(shares):
     """Each kind of integers, each in another wiring."""
-    cases = [dataclasses.replace(config, **changes) for config, changes in zip(CASES.values(), ANY_TP, strict=False)]
+    cases = [change(config, **changes) for config, changes in zip(CASES.values(), ANY_TP, strict=False)]
     check_ranks(shares, [(c, torch.float32) for c in cases] + [(c, torch.bfloat16) for c in (INT8, INT4)])
 
 
 @pytest.mark.slow
 def test_compiled_ranks_of_integers_compute_what_one_device_does():
-    check_ranks(2, [(dataclasses.replace(c, wiring="ladder"), torch.bfloat16) for c in (INT8, INT4)], compile=True)
+    check_ranks(2, [(change(c, wiring="ladder"), torch.bfloat16) for c in (INT8, INT4)], compile=True)
 
 
 @pytest.mark.parametrize("tp_size, multiple", [(3, 32), (5, 32), (8, 16)])
@@ -340,7 +338,7 @@ def folder(tmp_path_factory):
     """A checkpoint with widths that all group sizes divide, and a tokenizer (the demo's, whose vocabulary it has)."""
     path = tmp_path_factory.mktemp("quantize") / "plain"
     path.mkdir()
-    config = dataclasses.replace(CONFIG, dim=128, intermediate_size=256, vocab_size=1024, head_dim=16, wiring="ladder")
+    config = change(CONFIG, dim=128, intermediate_size=256, vocab_size=1024, head_dim=16, wiring="ladder")
     write_model(path, config, random_model(config).state_dict(), torch.bfloat16)
     writing.copy_tokenizer(ROOT / "demo", path)
     return path
@@ -386,14 +384,14 @@ def test_the_text_is_a_file_its_own_or_none(folder, tmp_path, capsys):
 
     none, file, again, own = run("a", "--text", "none"), run("b", "--text", story), run("c", "--text", story), run("d")
     assert torch.equal(file, again) and all((a != b).any() for a, b in ((none, file), (none, own), (file, own)))
-    lanes = dataclasses.replace(checkpoint.read_config(folder), wiring="spd/2", tie_embeddings=True)
+    lanes = change(checkpoint.read_config(folder), wiring="spd/2", tie_embeddings=True)
     (tmp_path / "lanes").mkdir()
     write_model(tmp_path / "lanes", lanes, random_model(lanes).state_dict(), torch.bfloat16)
     run("e", source=tmp_path / "lanes")
     assert "wiring spd/2: quantized without a text\n" in capsys.readouterr().err
     assert checkpoint.read_config(tmp_path / "e").int8 == ("tok_embeddings",)
     (plain := tmp_path / "plain").mkdir()
-    config = dataclasses.replace(lanes, wiring="standard")
+    config = change(lanes, wiring="standard")
     write_model(plain, config, random_model(config).state_dict(), torch.bfloat16)
     with pytest.raises(InputError, match=r"plain has no tokenizer, which --text .*story needs$"):
         run("f", "--text", story, source=plain)
@@ -409,7 +407,7 @@ def test_bad_checkpoints_are_one_clear_line(tmp_path):
         quantize.main([str(flag) for flag in flags])
 
     (odd := tmp_path / "odd").mkdir()
-    config = dataclasses.replace(CONFIG, intermediate_size=172)
+    config = change(CONFIG, intermediate_size=172)
     write_model(odd, config, random_model(config).state_dict(), torch.bfloat16)
     with pytest.raises(InputError, match=r"^group size 32 does not divide the columns of w2 \(172\): keep w2$"):
         run(odd)
@@ -417,7 +415,7 @@ def test_bad_checkpoints_are_one_clear_line(tmp_path):
     with pytest.raises(InputError, match=rf"^group size 128 does not .* tok_embeddings \(64\), {matrices}$"):
         run(odd, "--group-size", "128")
     with pytest.raises(InputError, match=r"\(64\): use 64, or keep tok_embeddings,wqkv,w1,w3$"):  # a tied head's table
-        dataclasses.replace(TIED, group_size=128, not_quantized=("wo", "w2"))
+        change(TIED, group_size=128, not_quantized=("wo", "w2"))
     run(odd, "--keep", "w2")
     with pytest.raises(InputError, match="int4 is quantized .int4.: give the original"):
         run(tmp_path / "int4", "--out", tmp_path / "again")

@@ -1,6 +1,5 @@
 """Retraining a real model: which layers are chosen, what is frozen and shared, and what alignment minimises."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from ladder.errors import InputError
 from ladder.layers.attention_inputs import attention_metadata
 from model import interleave, rewired
 
-SIX = dataclasses.replace(BASE, n_layers=6)
+SIX = change(BASE, n_layers=6)
 
 
 def faint(layers, config=SIX, factor=0.02):
@@ -55,7 +54,7 @@ def test_the_planted_layers_are_chosen_and_scores_are_the_naive_ones(name):
 
 
 def test_a_model_with_post_norms_is_replayed_too():
-    config = dataclasses.replace(BASE, **GEMMA)
+    config = change(BASE, **GEMMA)
     model, recorded = random_model(config).double(), []
     x, metadata = model.embed(torch.arange(12).view(2, 6)), attention_metadata(model, torch.arange(6).expand(2, 6))
     with torch.no_grad():
@@ -66,7 +65,7 @@ def test_a_model_with_post_norms_is_replayed_too():
 
 
 def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd, monkeypatch):
-    config = dataclasses.replace(checkpoint.read_config(tiny), n_layers=6)
+    config = change(checkpoint.read_config(tiny), n_layers=6)
     (tmp_path / "six").mkdir()
     write_model(tmp_path / "six", config, faint({2}, config).state_dict(), torch.float32)
     writing.copy_tokenizer(tiny, tmp_path / "six")
@@ -235,7 +234,7 @@ def test_a_chat_model_invents_the_question(tiny):
     tokenizer = load_tokenizer(tiny)
     assert own_text.opening(tokenizer, BASE, "x") == [1]
     with pytest.raises(InputError, match="neither a chat template nor a BOS"):
-        own_text.opening(tokenizer, dataclasses.replace(BASE, bos_id=None), "x")
+        own_text.opening(tokenizer, change(BASE, bos_id=None), "x")
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Tensor parallelism: what each rank holds, and that all ranks together compute what one device does."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -17,6 +16,7 @@ from helpers import (
     WIRED,
     YARN,
     StateWeights,
+    change,
     counted_kernels,
     last_logits,
     random_model,
@@ -70,7 +70,7 @@ PLANS += [(changes, [*UNEQUAL_SHARES, (7, 7, 7)]) for changes in (MANY, ONE_KV_H
 
 @pytest.mark.parametrize("changes, many_shares", PLANS, ids=str)
 def test_every_head_row_and_column_is_one_ranks_in_proportion_to_its_share(changes, many_shares):
-    config = dataclasses.replace(BASE, **changes)
+    config = change(BASE, **changes)
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     for shares in many_shares:
         plans = [tp.shard_plan(config, rank, shares) for rank in range(len(shares))]
@@ -101,7 +101,7 @@ def check_heads(rows, heads, G, H):
 def test_int4_is_cut_at_multiples_of_128_columns_where_shares_stay_about_even(columns, wiring, shares, unit):
     """The kernel on a GPU wants that; where lanes are part of the function, which neuron is whose may not change."""
     changes = {"dim": 128, "n_heads": 40, "n_kv_heads": 20, "intermediate_size": columns, "wiring": wiring}
-    config = dataclasses.replace(BASE, **changes, quant="int4", group_size=32)
+    config = change(BASE, **changes, quant="int4", group_size=32)
     cuts = [stop for rank in range(len(shares)) for _, stop in tp.shard_plan(config, rank, shares)["w2"][1]]
     assert cuts[-1] == columns and math.gcd(*cuts, 128) == unit
 
@@ -114,14 +114,14 @@ def test_int4_is_cut_at_multiples_of_128_columns_where_shares_stay_about_even(co
     ((1,) * 6, {"intermediate_size": 5}, "cannot shard 5 neurons: use 1 to 5"),
 ])  # fmt: skip
 def test_a_rank_without_a_head_or_a_neuron_is_refused(shares, changes, words):
-    config = dataclasses.replace(BASE, **changes)
+    config = change(BASE, **changes)
     with pytest.raises(InputError, match=words):
         for rank in range(len(shares)):
             tp.shard_plan(config, rank, shares)
 
 
 def test_a_rank_reads_only_its_slice():
-    config = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, vocab_size=128)
+    config = change(BASE, n_heads=8, n_kv_heads=4, vocab_size=128)
     read = []
 
     class Counting(StateWeights):
@@ -145,7 +145,7 @@ def test_a_header_is_parsed_once_and_a_file_is_mapped_only_while_a_tensor_of_it_
         monkeypatch.setattr(module, name, count)
     weights, maps = checkpoint.Weights(tiny), Path("/proc/self/maps")
     assert len(parsed) == 2
-    config = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300)
+    config = change(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300)
     tp.load_shard(config, weights, torch.float32, "cpu")
     tensors = [weights.read(name) for name in weights.names()]
     assert len(parsed) == 2 and len(tensors) > 20
@@ -206,7 +206,7 @@ def expected_logits(config, shares):
 
 def check_ranks(shares, cases, **how):
     """On each rank the logits are the reference's and, where the wiring has no lanes, those of one device."""
-    cases = [dataclasses.replace(BASE, **changes) for changes in cases]
+    cases = [change(BASE, **changes) for changes in cases]
     ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, **how))
     for config, first, *others in zip(cases, *ranks, strict=True):
         assert all(torch.equal(other, first) for other in others), f"{config}: the ranks disagree"
@@ -232,7 +232,7 @@ def test_ranks_of_unequal_shares_compute_what_one_device_does(shares):
 def test_a_prefill_in_chunks_and_what_follows_equal_those_in_one(tp_size):
     """Rows of five lengths, whose last tokens are in different splits."""
     windowed = {"sliding_window": 3, "window_layers": (0, 2)}
-    cases = [dataclasses.replace(BASE, **{**UNEVEN, **windowed, **changes}) for changes in ONE_EACH + OTHERS]
+    cases = [change(BASE, **{**UNEVEN, **windowed, **changes}) for changes in ONE_EACH + OTHERS]
     for rank in run_ranks(tp_size, logits_in_chunks, cases):
         for config, (expected, *others) in zip(cases, rank, strict=True):
             assert all(torch.allclose(logits, expected, atol=1e-5) for logits in others), config
@@ -284,7 +284,7 @@ FEW_ROWS += [pytest.param(3, changes, True, marks=pytest.mark.slow) for changes 
 
 @pytest.mark.parametrize("tp_size, changes, compile", FEW_ROWS)
 def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compile, tmp_path):
-    config = dataclasses.replace(BASE, **{**UNEVEN, **changes, "head_dim": 64})  # for its decode_attention
+    config = change(BASE, **{**UNEVEN, **changes, "head_dim": 64})  # for its decode_attention
     write_model(tmp_path, config, random_model(config).state_dict(), torch.bfloat16)
     if tp_size == 1:
         ranks = [bfloat16_logits(launch.World(0, 1, torch.device("cpu")), config, str(tmp_path), compile)]
@@ -299,7 +299,7 @@ def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compil
 
 def test_the_number_of_ranks_matters_where_the_table_says_so():
     for changes in ONE_EACH:
-        config = dataclasses.replace(BASE, **changes)
+        config = change(BASE, **changes)
         two, three = expected_logits(config, 2), expected_logits(config, 3)
         assert torch.allclose(two, three, atol=1e-9) != config.named_wiring.depends_on_lanes, changes
 

@@ -5,7 +5,6 @@ kernel, and something else than before the edit.
 """
 
 import contextlib
-import dataclasses
 import inspect
 import json
 import types
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.utils.prune
-from helpers import BASE, counted_kernels, last_logits, run_ranks, unequal_rows
+from helpers import BASE, change, counted_kernels, last_logits, run_ranks, unequal_rows
 
 import generate
 import model
@@ -25,13 +24,13 @@ from ladder.layers import attention_inputs, norms
 from ladder.ranks.world import World
 
 SHAPE = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "dim": 64, "intermediate_size": 96}
-CONFIG = dataclasses.replace(BASE, **SHAPE, qk_norm=True, wiring="ladder")
+CONFIG = change(BASE, **SHAPE, qk_norm=True, wiring="ladder")
 QUANTS = {"bfloat16": {}, "int8": {"quant": "int8"}, "int4": {"quant": "int4", "group_size": 32}, "float32": {}}
 WORLD = World(0, 1, torch.device("cpu"))
 
 
 def load(quant="bfloat16", world=WORLD, **changes):
-    config = dataclasses.replace(CONFIG, **QUANTS[quant], **changes)
+    config = change(CONFIG, **QUANTS[quant], **changes)
     net = generate.load_model(config, None, "float32" if quant == "float32" else "bfloat16", world)
     for name, weight in net.named_parameters():
         if name.endswith("norm.weight"):
@@ -580,7 +579,7 @@ def test_a_wiring_with_the_mlp_first_keeps_its_norms(monkeypatch):
     """Its post-norms belong to the sublayers, not to their order; against the stream written out."""
     wiring = model.Wiring("the MLP first", (model.mlp_sublayer, model.attention_sublayer))
     monkeypatch.setitem(model.WIRINGS, "mlp-first", wiring)
-    net = load("float32", wiring="mlp-first", post_norms=True)
+    net = load("float32", wiring="mlp-first", postnorm={})
     for block in net.layers:
         block.ffn_post_norm.weight.data.fill_(3.0)
     tokens = torch.tensor([[1, 5, 6]])
@@ -600,5 +599,5 @@ def test_a_loop_that_does_not_say_that_it_obeys_stale_takes_no_layers(monkeypatc
 
     monkeypatch.setitem(model.WIRINGS, "mine", model.Wiring("a loop of one's own", loop=loop))
     with pytest.raises(InputError, match="no such wiring: 'mine:1'; write mine"):
-        dataclasses.replace(CONFIG, wiring="mine:1")
-    assert dataclasses.replace(CONFIG, wiring="mine").named_wiring.n_means is None
+        change(CONFIG, wiring="mine:1")
+    assert change(CONFIG, wiring="mine").named_wiring.n_means is None

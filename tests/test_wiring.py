@@ -1,6 +1,5 @@
 """Every wiring against an independent float64 reference, and the order of collectives in compiled code."""
 
-import dataclasses
 import itertools
 import re
 from unittest import mock
@@ -8,7 +7,19 @@ from unittest import mock
 import helpers
 import pytest
 import torch
-from helpers import BASE, GEMMA, ONE_EACH, WIRED, last_logits, random_model, shard, table_entry, unequal_rows, wired_id
+from helpers import (
+    BASE,
+    GEMMA,
+    ONE_EACH,
+    WIRED,
+    change,
+    last_logits,
+    random_model,
+    shard,
+    table_entry,
+    unequal_rows,
+    wired_id,
+)
 from reference import Reference
 
 import model
@@ -21,13 +32,13 @@ from ladder.kernels import compiling
 from ladder.wiring_text import wiring_name
 from model import WIRINGS, Wiring
 
-STANDARD_ALONE = [c for c in WIRED if flags.is_standard_in_one_lane(dataclasses.replace(BASE, **c).named_wiring)]
+STANDARD_ALONE = [c for c in WIRED if flags.is_standard_in_one_lane(change(BASE, **c).named_wiring)]
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
 def test_matches_the_naive_float64_reference(changes):
     for shape in {"qkv_bias": True, "tie_embeddings": True}, {"qk_norm": True, "n_kv_heads": 6}:
-        check_against_the_reference(dataclasses.replace(BASE, **changes, **shape))
+        check_against_the_reference(change(BASE, **changes, **shape))
 
 
 def check_against_the_reference(config, reference=Reference, **compile):
@@ -45,7 +56,7 @@ def check_against_the_reference(config, reference=Reference, **compile):
 
 def logits_of(changes):
     """Of the same weights in any wiring, as far as it has them."""
-    net = random_model(dataclasses.replace(BASE, **changes))
+    net = random_model(change(BASE, **changes))
     net.load_state_dict(random_model(BASE).state_dict(), strict=False)
     with torch.no_grad():
         return net(unequal_rows(BASE)[0])
@@ -63,7 +74,7 @@ def test_the_wirings_are_different_functions_but_those_that_are_standard_in_one_
 
 def test_one_function_is_one_however_it_is_spelled():
     spelled = ["ladder", "ladder:3", "ladder:2,0,1", "ladder:2", "ladder:2,1", "ladder:0,2", "desync", "desync:2"]
-    functions = [dataclasses.replace(BASE, wiring=name).layer_wirings for name in [*spelled, "desync:3"]]
+    functions = [change(BASE, wiring=name).layer_wirings for name in [*spelled, "desync:3"]]
     assert [functions.index(f) for f in functions] == [0, 0, 0, 3, 3, 5, 6, 6, 8]
 
 
@@ -140,7 +151,7 @@ ORDERS = [  # wiring, layers, splits, order
 
 @pytest.mark.parametrize("wiring, n_layers, splits, order", ORDERS)
 def test_order_of_the_plain_loop(wiring, n_layers, splits, order):
-    assert eager_order(dataclasses.replace(BASE, n_layers=n_layers, wiring=wiring), splits) == order
+    assert eager_order(change(BASE, n_layers=n_layers, wiring=wiring), splits) == order
 
 
 def generated_code(config, world, batch, length, dtype):
@@ -190,7 +201,7 @@ def check_compiled_order(changes, world, length=1, dtype=torch.float32):
     """Each ladder sum is waited for behind the next sublayer's matmuls and the start of its all-reduce, not before."""
     n_layers = 3 if ":" in changes["wiring"] else 2  # seams on both sides
     n_layers = 4 if helpers.parse_wiring(changes["wiring"]).stale else n_layers  # else no wait could come too early
-    config = dataclasses.replace(BASE, head_dim=64, n_layers=n_layers, **changes)
+    config = change(BASE, head_dim=64, n_layers=n_layers, **changes)
     code = generated_code(config, world, 2, length, dtype)
     events, order = calls(code), eager_order(config).split()
     kernels = re.findall(r"(\w+) = async_compile.*?\'\'\'(.*?)\'\'\'", code, re.DOTALL)
@@ -228,7 +239,7 @@ def chosen(own, words):
 
 
 def test_flags_choose_a_wiring():
-    spd = dataclasses.replace(BASE, wiring="spd:1,/2")
+    spd = change(BASE, wiring="spd:1,/2")
     assert chosen(BASE, "--ladder").wiring == "ladder"
     assert chosen(spd, "") == spd and chosen(spd, "--wiring delayed-2/4").wiring == "delayed-2/4"
 
@@ -245,7 +256,7 @@ def test_flags_choose_a_wiring():
     ("spd", "spd", 2, "these weights name no lanes: spd is another function on"),
 ])  # fmt: skip
 def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words, capsys):
-    own, config = (dataclasses.replace(BASE, wiring=text) for text in (own, wiring))
+    own, config = (change(BASE, wiring=text) for text in (own, wiring))
     flags.warn_of_wiring(own, config, (1,) * ranks)
     warning = capsys.readouterr().err
     assert words in warning and warning.count("\n") == bool(words)
@@ -260,7 +271,7 @@ def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words
 def test_a_new_line_is_a_new_model_in_the_flags_and_the_files(monkeypatch, tmp_path, capsys):
     new = Wiring("both", (model.attention_plus_mlp,), stale=1, norms=("attention_norm",), n_means=None)
     monkeypatch.setitem(WIRINGS, "own-wiring", new)
-    config = dataclasses.replace(BASE, wiring="own-wiring")
+    config = change(BASE, wiring="own-wiring")
     assert helpers.variants("own-wiring") == [{"wiring": "own-wiring"}]
     check_against_the_reference(config)  # which knows its parts
     assert eager_order(config) == "c start1 c start2 wait1 c start3 wait2 wait3"

@@ -11,6 +11,7 @@ import dataclasses
 import pkgutil
 
 ARCHITECTURES = {  # {its name in config.json: module:class}
+    "postnorm": "ladder.architectures.postnorm:PostNorm",
     "mixture": "ladder.architectures.mixture:Mixture",
     "latent": "ladder.architectures.latent:Latent",
     "linear": "ladder.architectures.linear:LinearAttention",
@@ -54,6 +55,12 @@ class Architecture:
 
     def feed_forward(self, config, layer):
         """Return the MLP of a layer: a module with forward(x)."""
+
+    def complete_block(self, config, block):
+        """Add to a Block of a layer, or replace in it, what a Llama has not."""
+
+    def collectives(self, config, model):
+        """Return the Collectives of a new loop of a model, which wrap model.comm."""
 
     # ---- What tp.py asks ----
 

@@ -59,10 +59,6 @@ class Mixture(Architecture):
         if wiring.depends_on_lanes and config.wiring != "upper-bound" or wiring.model:
             why = "ranks with streams of their own would choose different experts"
             raise InputError(f"wiring {config.wiring} is not for mixtures of experts: {why}")
-        if config.post_norms and experts_apart in wiring.block_sublayers:
-            raise InputError(
-                f"wiring {config.wiring} is not for models with post_norms: it reads outputs before they are normed"
-            )
         if self.router not in ROUTERS:
             raise InputError(f"router {self.router!r} is unknown; known: {', '.join(ROUTERS)}")
         if groups and (E % groups or not 1 <= (self.chosen_groups or 0) <= groups or E // groups < 2):

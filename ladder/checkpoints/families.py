@@ -85,7 +85,7 @@ LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk
 DEEPSEEK_V3 = {**DEEPSEEK, **LATENT, "first_k_dense_replace": 3, "rope_interleave": True}
 DEEPSEEK_ONLY = {"attention_bias": False, "moe_layer_freq": 1}
 SIGMOID, SIGMOID_ONLY = {"mixture": {"router": "sigmoid"}}, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-OLMO_NORMS = {"qk_norm": True, "whole_qk_norm": True, "input_norms": False, "post_norms": True}
+OLMO_NORMS = {"qk_norm": True, "whole_qk_norm": True, "postnorm": {"input_norms": False}}
 FAMILIES = {
     "llama": Family({**LLAMA, **BIASES, "max_position_embeddings": 2048}),
     "llamaLadder": Family({**LLAMA, **BIASES}),
@@ -108,7 +108,7 @@ FAMILIES = {
         **COMMON, "sliding_window": None, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096,
     }),
     "glm": Family(GLM),
-    "glm4": Family(GLM, {"post_norms": True}),
+    "glm4": Family(GLM, {"postnorm": {}}),
     "stablelm": Family({
         **COMMON, "layer_norm_eps": None, "partial_rotary_factor": 0.25, "use_qkv_bias": False,
         "use_parallel_residual": False,
@@ -117,13 +117,13 @@ FAMILIES = {
     "gemma2": Family({
         **GEMMA, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
         "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    }, {"norm": "rms+1", "post_norms": True}, POST_NORMS, CAUSAL),
+    }, {"norm": "rms+1", "postnorm": {}}, POST_NORMS, CAUSAL),
     "gemma3_text": Family({
         **GEMMA, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, "rope_theta": 1e6,
         "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
         "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0,
         "final_logit_softcapping": None,
-    }, {"norm": "rms+1", "qk_norm": True, "post_norms": True}, POST_NORMS, {**CAUSAL, "attn_logit_softcapping": None}),
+    }, {"norm": "rms+1", "qk_norm": True, "postnorm": {}}, POST_NORMS, {**CAUSAL, "attn_logit_softcapping": None}),
     "olmo2": Family(OLMO, OLMO_NORMS, POST_NORMS),
     "olmo3": Family(
         {**OLMO, "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4}, OLMO_NORMS, POST_NORMS

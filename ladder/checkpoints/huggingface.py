@@ -22,7 +22,6 @@ HF_NAMES = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of 
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "attention": "self_attn",
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "wo": "o_proj", "feed_forward": "mlp",
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
-    "attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm",  # GLM's
 }  # fmt: skip
 ROPE_TYPES = "full_attention", "sliding_attention"
 TWO_BASES = "gemma3_text", "olmo3"  # families whose layers with a window have another rope_theta

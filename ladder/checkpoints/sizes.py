@@ -9,6 +9,7 @@ import torch
 from ladder.architectures.latent import Latent
 from ladder.architectures.linear import LinearAttention
 from ladder.architectures.mixture import Mixture
+from ladder.architectures.postnorm import PostNorm
 from ladder.errors import InputError, did_you_mean
 from model import Config, build
 
@@ -39,7 +40,8 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
     ),
     "gemma3-12b": Config(
         48, 16, 8, 256, 3840, 15360, 262208, 131072, 1e-6, 1e6, {"factor": 8.0}, True, qk_norm=True, norm="rms+1",
-        post_norms=True, activation="gelu_tanh", embedding_scale=3840**0.5, window_rope_theta=1e4, sliding_window=1024,
+        architecture=(PostNorm(),), activation="gelu_tanh", embedding_scale=3840**0.5, window_rope_theta=1e4,
+        sliding_window=1024,
         window_layers=tuple(i for i in range(48) if (i + 1) % 6),
     ),
     "phi4-mini": Config(  # without its longrope, whose factors do not change the time of a step
@@ -50,7 +52,7 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
         llama4_beta=0.1,
     ),
     "glm4-9b": Config(  # GLM-4-9B-0414
-        40, 32, 2, 128, 4096, 13696, 151552, 32768, rotary_dim=64, post_norms=True, qkv_bias=True,
+        40, 32, 2, 128, 4096, 13696, 151552, 32768, rotary_dim=64, architecture=(PostNorm(),), qkv_bias=True,
     ),
     "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6),  # CodeLlama 34B
     "70b": _llama3(80, 64, 128, 8192, 28672),  # Llama 3.1 70B
