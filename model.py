@@ -21,11 +21,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder import config_check, wiring_text
-from ladder.architectures import Architecture
+from ladder.architectures import ARCHITECTURES, Architecture
 from ladder.errors import InputError, did_you_mean
 from ladder.kernels import quant_linear
 from ladder.kernels.registry import begin_pass, end_pass, plain
-from ladder.layers.attention_inputs import attention_metadata, norm_heads, rope_frequencies, rotate
+from ladder.layers.attention_inputs import attention_metadata, rope_frequencies, rotate
 from ladder.layers.norms import ACTIVATIONS, NORMS
 
 # ---- The configuration -----------------------------------------------------------------------------------------------
@@ -58,22 +58,10 @@ class Config:
     group_size: int | None = None  # how many columns of int4 share a scale
     not_quantized: tuple[str, ...] = ()  # names of matrices that stay floats
     int8: tuple[str, ...] = ()  # names of matrices that have 8 bits although quant is int4
-    # attention, where a family differs from Llama
+    # small differences between families
     qkv_bias: bool = False
     wo_bias: bool = False
-    qk_norm: bool = False
-    whole_qk_norm: bool = False  # one norm over the heads of all ranks, not one for each head
-    attention_sinks: bool = False  # whether a head attends to one more key, of a learned score and no value
-    attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
-    score_cap: float | None = None  # scores become cap tanh(score / cap)
-    query_scale: float | None = None  # multiplies queries
-    llama4_beta: float | None = None  # multiplies them by 1 + beta ln(1 + floor(position / the original context))
-    sliding_window: int | None = None  # to how many positions a token attends, its own included
-    window_layers: tuple[int, ...] = ()  # the layers with the sliding window
-    window_rope_theta: float | None = None  # rope_theta of window_layers, which then ignore rope_scaling
-    nope_layers: tuple[int, ...] = ()  # the layers without rotary embeddings
     rotary_dim: int | None = None  # how many dimensions of a head turn, from the first one on; None: all
-    # norms, MLPs and logits
     norm: str = "rms"  # a name in NORMS (ladder/layers/norms.py); called as NORMS[norm](dim, eps)
     mlp_bias: bool = False
     activation: str = "silu"  # of the MLP's gate, a name in ACTIVATIONS
@@ -83,6 +71,9 @@ class Config:
     architecture: tuple[Architecture, ...] = ()
 
     def __post_init__(self):
+        order = [*ARCHITECTURES]
+        ordered = sorted(self.architecture, key=lambda each: order.index(each.name))
+        object.__setattr__(self, "architecture", tuple(ordered))
         _ = self.layer_wirings  # is computed now, since the compiler cannot trace how text is parsed
         config_check.check(self)
 
@@ -365,35 +356,19 @@ class Linear(nn.Linear):
 
 
 @plain
-def attend(q, k, v, mask=None, score_cap=None, sinks=None):
+def attend(q, k, v, mask=None):
     """Return the attention (B, K, G, S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
 
     mask: (B, S, T'), T' <= T: which keys a query attends to; only the first T' slots are read. None: queries and keys
-    are of the same tokens, and each attends to all up to itself. sinks (K * G), without a score_cap: each head's score
-    of an extra key.
+    are of the same tokens, and each attends to all up to itself.
     """
-    if mask is None:  # without a score_cap and sinks: see attention_metadata
+    if mask is None:
         return F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True).view(q.shape)
     # The G query heads of a KV head become one head of G * S queries, so that no key is ever copied.
-    B, _, G, S, H = q.shape
+    B, _, G, S, _ = q.shape
     mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
     k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
-    queries = q.flatten(2, 3)
-    if sinks is not None:
-        # In one more dimension all keys but the extra one are 0, so that its score is the sink, whatever the query is.
-        # PyTorch's kernels want multiples of 8 dimensions.
-        k, v, mask = F.pad(k, (0, 8, 0, 1)), F.pad(v, (0, 8, 0, 1)), F.pad(mask, (0, 1), value=True)
-        k[:, :, -1, H] = H**0.5
-        sinks = sinks.view(q.shape[1], G, 1, 1).expand(*q.shape[:4], 1)
-        queries = torch.cat((q, sinks.type_as(q), torch.zeros_like(q[..., :7])), -1).flatten(2, 3)
-        y = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=H**-0.5)[..., :H]
-    elif score_cap:
-        scores = (queries * H**-0.5 @ k.mT).float()
-        scores = score_cap * (scores / score_cap).tanh()
-        y = scores.masked_fill(~mask, -torch.inf).softmax(-1).type_as(v) @ v
-    else:
-        y = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
-    return y.reshape(q.shape)
+    return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask).view(q.shape)
 
 
 @plain
@@ -414,62 +389,47 @@ def rotate_into_cache(q, k, v, rope, metadata, cache):
 class Attention(nn.Module):
     """Grouped-query attention.
 
-    wqkv holds a group of rows for each KV head: its G query heads (with attention_gate, each followed by its gate), its
-    key and its value. A rank holds whole groups, or one KV head and some of its query heads (tp.head_ranges); how many
-    it holds is read from the shapes.
+    wqkv holds a group of rows for each KV head: its G query heads, its key and its value. A rank holds whole groups, or
+    one KV head and some of its query heads (tp.head_ranges); how many it holds is read from the shapes.
     """
 
     rewindable = True  # whether the cache can forget a row's last tokens
 
-    def __init__(self, config, layer):
+    def __init__(self, config, query_rows=None):  # query_rows: of wqkv for a query head, by default head_dim
         super().__init__()
-        self.window = config.sliding_window if layer in config.window_layers else None
-        self.rotates = layer not in config.nope_layers
-        self.head_dim, self.score_cap, self.whole_norm = config.head_dim, config.score_cap, config.whole_qk_norm
-        self.gates = int(config.attention_gate)  # of a query head: 0 or 1
         N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
-        self.group_heads = N // K * (1 + self.gates) + 2  # of a whole group of wqkv
-        self.wqkv = Linear(config.dim, self.group_heads * K * H, bias=config.qkv_bias)
+        self.head_dim = H
+        self.group_rows = N // K * (query_rows or H) + 2 * H  # of wqkv for a whole group
+        self.wqkv = Linear(config.dim, K * self.group_rows, bias=config.qkv_bias)
         self.wo = Linear(N * H, config.dim, bias=config.wo_bias)
-        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
-        if config.qk_norm:
-            make_norm = NORMS[config.norm]
-            self.q_norm = make_norm(N * H if self.whole_norm else H, config.norm_eps)
-            self.k_norm = make_norm(K * H if self.whole_norm else H, config.norm_eps)
-        self.sinks = nn.Parameter(torch.empty(N)) if config.attention_sinks else None
-
-    def count_kv_heads(self, rows):
-        """Return the number of KV heads in so many rows of wqkv: of whole groups, or 1, with a part of its queries."""
-        return max(1, rows // (self.group_heads * self.head_dim))
 
     @plain
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D).
 
-        metadata: what all layers share of this pass: positions, rope (cos, sin), masks, query_scale, and rows, the
-        indices of the batch; window_rope and window_mask are for layers with a window (ladder/layers/).
+        metadata: what all layers share of this pass, an AttentionMetadata (ladder/layers/attention_inputs.py).
         cache: None or (k, v), both (B, K, T, H), which are written to.
         """
-        B, S, _ = x.shape
-        qkv = self.wqkv(x)
-        qkv = qkv.view(B, S, self.count_kv_heads(qkv.shape[-1]), -1, self.head_dim).permute(0, 2, 3, 1, 4)
-        q, k, v = qkv.tensor_split((-2, -1), dim=2)  # of a KV head: G query heads (and gates), its key, its value
-        q, gate = (q[:, :, ::2], q[:, :, 1::2]) if self.gates else (q, None)  # (B, K, G, S, H)
-        q, k = norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
-        rope = None if not self.rotates else metadata.window_rope if self.window else metadata.rope
-        q, k, v = rotate_into_cache(q, k, v, rope, metadata, cache)
-        if metadata.query_scale is not None:
-            q = (q * metadata.query_scale).type_as(q)
-        mask = metadata.window_mask if self.window else metadata.mask
-        keys, values = (k, v) if cache is None or mask is None else cache  # without a mask, those of this pass are all
-        y = attend(q, keys, values, mask, self.score_cap, self.sinks)
-        if gate is not None:
-            y = y * gate.sigmoid()
-        return self.wo(y.flatten(1, 2).transpose(1, 2).reshape(B, S, -1))
+        q, k, v = self.split_heads(self.wqkv(x))
+        q, k, v = rotate_into_cache(q, k, v, metadata.rope, metadata, cache)
+        if cache is not None and metadata.mask is not None:  # else the keys of this pass are all
+            k, v = cache
+        y = attend(q, k, v, metadata.mask)
+        return self.wo(y.flatten(1, 2).transpose(1, 2).flatten(2))
+
+    def split_heads(self, qkv):
+        """Return q (B, K, G, S, H), k and v (B, K, 1, S, H) of the output of wqkv (B, S, rows)."""
+        B, S, rows = qkv.shape
+        heads = qkv.view(B, S, self.count_kv_heads(rows), -1, self.head_dim).permute(0, 2, 3, 1, 4)
+        return heads.tensor_split((-2, -1), dim=2)
+
+    def count_kv_heads(self, rows):
+        """Return the number of KV heads in so many rows of wqkv: of whole groups, or 1, with a part of its queries."""
+        return max(1, rows // self.group_rows)
 
     def slots_read(self, filled):
         """Return how many of the filled slots of the cache a step reads."""
-        return min(filled, self.window) if self.window else filled
+        return filled
 
     def multiplications(self):
         """Return how many multiplications this rank's heads need for each query and cached token."""
@@ -516,7 +476,7 @@ class Block(NeverCalled):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.attention = config.differs("attention", layer) or Attention(config, layer)
+        self.attention = config.differs("attention", layer) or Attention(config)
         self.feed_forward = config.differs("feed_forward", layer) or FeedForward(
             config.dim, config.intermediate_size, config.mlp_bias, config.activation
         )

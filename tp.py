@@ -93,17 +93,13 @@ def shard_plan(config, rank, shares):
         raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {N}: use 1 to {N}")
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
-    plan["sinks"] = 0, [(start // config.head_dim, stop // config.head_dim) for start, stop in wo]  # one of each head
+    for each in config.architecture:
+        plan |= each.plan_of_heads(config, wo)
     for units in filter(None, (each.sharded_units(config) for each in config.architecture)):
         n, name, linears = units
         first, end = split_range(n, rank, shares, name)
         for linear, (dim, parts) in linears.items():
             plan[linear] = dim, [(offset + first * size, offset + end * size) for offset, size in parts]
-    if config.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
-        (start, stop), H = wo[0], config.head_dim
-        width = N // config.n_kv_heads * H  # columns of a KV head's queries
-        first, end = start // width, -(-stop // width)  # KV heads, those shared with other ranks too
-        plan |= {"q_norm": (0, wo), "k_norm": (0, [(first * H, end * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
         plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
@@ -132,7 +128,7 @@ def head_ranges(config, rank, shares):
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
-    query_rows = H * (1 + config.attention_gate)  # of wqkv for a query head
+    query_rows = config.differs("query_rows") or H  # of wqkv for a query head
     group_rows = G * query_rows + 2 * H
     if tp_size <= K:
         first, end = split_range(K, rank, shares, "KV heads")

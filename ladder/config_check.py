@@ -15,32 +15,15 @@ def check(c):
         raise InputError(f"rotary_dim {c.rotary_dim} is odd, or more than head_dim {c.head_dim}")
     if c.rope_scaling is not None and (error := rope_scaling.error(c)):
         raise InputError(error)
-    if c.llama4_beta and "original_max_position_embeddings" not in (c.rope_scaling or {}):
-        raise InputError("llama4_beta needs a rope_scaling with original_max_position_embeddings")
-    check_norms(c)
-    if c.attention_sinks and c.score_cap:
-        raise InputError("attention_sinks are not for score_cap")
+    if c.norm not in NORMS:
+        raise InputError(f"norm {c.norm!r} is unknown; known: {', '.join(NORMS)}")
     if c.activation not in ACTIVATIONS:
         raise InputError(f"activation {c.activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
-    if c.window_layers and (c.sliding_window or 0) < 1:
-        raise InputError("window_layers needs a sliding_window of 1 or more tokens")
-    for name in "window_layers", "nope_layers":
-        if not {*getattr(c, name)} <= {*range(c.n_layers)}:
-            raise InputError(f"{name} takes layers from 0 to {c.n_layers - 1}, not {getattr(c, name)}")
     for each in c.architecture:
         each.check(c)
     check_quantization(c)
     if c.named_wiring.check:
         c.named_wiring.check(c)
-
-
-def check_norms(c):
-    if c.norm not in NORMS:
-        raise InputError(f"norm {c.norm!r} is unknown; known: {', '.join(NORMS)}")
-    if c.whole_qk_norm and not (c.qk_norm and c.norm == "rms"):
-        raise InputError("whole_qk_norm needs qk_norm and a norm 'rms'")
-    if c.whole_qk_norm and c.named_wiring.depends_on_lanes and c.wiring != "upper-bound":
-        raise InputError(f"wiring {c.wiring} is not for models with whole_qk_norm: each lane would norm its own heads")
 
 
 def check_quantization(c):

@@ -44,17 +44,21 @@ YARN["original_max_position_embeddings"] = 40
 LONGROPE = {"attention_factor": 1.3, "original_max_position_embeddings": 10}
 LONGROPE |= {"short_factor": [1.0, 1.5, 2.5], "long_factor": [1.25, 3.0, 7.0]}
 GEMMA = {  # what Gemma 2 and 3 have together
-    "norm": "rms+1", "postnorm": {}, "activation": "gelu_tanh", "embedding_scale": 7.0, "query_scale": 0.7,
-    "score_cap": 1.5, "logit_cap": 3.0, "qk_norm": True, "tie_embeddings": True,
-    "window_rope_theta": 50.0, "sliding_window": 4, "window_layers": (0, 2), "rope_scaling": {"factor": 2.5},
+    "norm": "rms+1", "postnorm": {}, "activation": "gelu_tanh", "embedding_scale": 7.0, "logit_cap": 3.0,
+    "tie_embeddings": True, "rope_scaling": {"factor": 2.5}, "heads": {
+        "query_scale": 0.7, "score_cap": 1.5, "qk_norm": True, "window_rope_theta": 50.0, "sliding_window": 4,
+        "window_layers": (0, 2),
+    },
 }  # fmt: skip
 OLMO = {
-    "postnorm": {"input_norms": False}, "qk_norm": True, "whole_qk_norm": True, "rope_scaling": YARN,
-    "window_rope_theta": 10000.0, "sliding_window": 4, "window_layers": (0, 2),
+    "postnorm": {"input_norms": False}, "rope_scaling": YARN, "heads": {
+        "qk_norm": True, "whole_qk_norm": True, "window_rope_theta": 10000.0, "sliding_window": 4,
+        "window_layers": (0, 2),
+    },
 }  # fmt: skip
 GLM = {"rotary_dim": 4, "postnorm": {}, "qkv_bias": True, "rope_scaling": YARN}
 STABLELM = {"rotary_dim": 2, "norm": "layer", "qkv_bias": True}
-PHI = {"rotary_dim": 6, "rope_scaling": LONGROPE, "llama4_beta": 0.4}
+PHI = {"rotary_dim": 6, "rope_scaling": LONGROPE, "heads": {"llama4_beta": 0.4}}
 LONG_PHI = {**PHI, "rope_scaling": {**LONGROPE, "original_max_position_embeddings": 6}}  # all rows are beyond that
 FAMILIES = GEMMA, OLMO, GLM, STABLELM, PHI, LONG_PHI
 BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,))

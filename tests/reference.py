@@ -10,6 +10,7 @@ import re
 import numpy as np
 
 import model
+from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture
 from ladder.architectures.postnorm import PostNorm
 from ladder.lanes import wirings
@@ -25,10 +26,15 @@ def layer_norm(x, weight, eps, bias):
     return centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps) * weight + bias
 
 
+def heads_of(config):
+    """The settings of its heads; those of a Llama, if it has none."""
+    return config.find(Heads) or Heads()
+
+
 def rope_angles(config, length, windowed=False):
     frequencies, R, theta = [], config.rotary_dim or config.head_dim, config.rope_theta
-    if windowed and config.window_rope_theta:
-        return np.outer(np.arange(length), [config.window_rope_theta ** (-2 * i / R) for i in range(R // 2)])
+    if windowed and heads_of(config).window_rope_theta:
+        return np.outer(np.arange(length), [heads_of(config).window_rope_theta ** (-2 * i / R) for i in range(R // 2)])
     for i in range(R // 2):
         f = theta ** (-2 * i / R)
         s = config.rope_scaling or {}
@@ -80,16 +86,16 @@ class Reference:
         return rms_norm(x, weight + (self.c.norm == "rms+1"), eps)
 
     def attention(self, layer, x, shard, norm="attention_norm"):
-        c, w = self.c, self.w
+        c, w, heads = self.c, self.w, heads_of(self.c)
         H, G, p = c.head_dim, c.n_heads // c.n_kv_heads, f"layers.{layer}."
         x = self.norm(x, p + norm) if not c.find(PostNorm) or c.find(PostNorm).input_norms else x
         qkv = x @ w[p + "attention.wqkv.weight"].T
         if c.qkv_bias:
             qkv = qkv + w[p + "attention.wqkv.bias"]
-        windowed = layer in c.window_layers
+        windowed = layer in heads.window_layers
         angles, out = rope_angles(c, len(x), windowed), 0.0
-        factor = 1 if windowed and c.window_rope_theta else (c.rope_scaling or {}).get("attention_factor", 1)
-        if c.whole_qk_norm:
+        factor = 1 if windowed and heads.window_rope_theta else (c.rope_scaling or {}).get("attention_factor", 1)
+        if heads.whole_qk_norm:
             shape = len(x), c.n_kv_heads, G + 2, H
             q, k = qkv.reshape(shape)[:, :, :G].reshape(len(x), -1), qkv.reshape(shape)[:, :, G].reshape(len(x), -1)
             q, k = self.norm(q, p + "attention.q_norm"), self.norm(k, p + "attention.k_norm")
@@ -98,21 +104,21 @@ class Reference:
         for head in range(*shard[0]):
             group = qkv[:, head // G * (G + 2) * H :][:, : (G + 2) * H]
             q, k, v = group[:, head % G * H :][:, :H], group[:, G * H : (G + 1) * H], group[:, (G + 1) * H :]
-            if c.qk_norm and not c.whole_qk_norm:
+            if heads.qk_norm and not heads.whole_qk_norm:
                 q, k = self.norm(q, p + "attention.q_norm"), self.norm(k, p + "attention.k_norm")
-            if layer not in c.nope_layers:
+            if layer not in heads.nope_layers:
                 q, k = rotate(q, angles), rotate(k, angles)
                 q[:, : 2 * angles.shape[1]] *= factor
                 k[:, : 2 * angles.shape[1]] *= factor
-            scores = q @ k.T / np.sqrt(H) * (c.query_scale or 1)
-            if c.llama4_beta:
+            scores = q @ k.T / np.sqrt(H) * (heads.query_scale or 1)
+            if heads.llama4_beta:
                 original = c.rope_scaling["original_max_position_embeddings"]
-                scores *= (1 + c.llama4_beta * np.log(1 + np.arange(len(x)) // original))[:, None]
-            if c.score_cap:
-                scores = c.score_cap * np.tanh(scores / c.score_cap)
+                scores *= (1 + heads.llama4_beta * np.log(1 + np.arange(len(x)) // original))[:, None]
+            if heads.score_cap:
+                scores = heads.score_cap * np.tanh(scores / heads.score_cap)
             scores[np.triu_indices(len(x), 1)] = -np.inf
             if windowed:
-                scores[np.tril_indices(len(x), -c.sliding_window)] = -np.inf
+                scores[np.tril_indices(len(x), -heads.sliding_window)] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             y = weights / weights.sum(-1, keepdims=True) @ v
             out = out + y @ w[p + "attention.wo.weight"][:, head * H : (head + 1) * H].T

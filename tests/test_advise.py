@@ -63,7 +63,7 @@ def test_by_tcp_latencies_run_at_once():
 def test_norms_of_all_heads_wait_for_the_sums_in_flight():
     """Two layers as a ladder: the second layer's norms wait for the sum of the first layer's MLP."""
     times = Times(1.0, 1.0, 0.0, 3.0, 0.0, norm_sum=0.5)
-    olmo = change(BASE, n_layers=2, qk_norm=True, whole_qk_norm=True)
+    olmo = change(BASE, n_layers=2, heads={"qk_norm": True, "whole_qk_norm": True})
     assert advise.step_seconds(olmo, times)[0] == 2 * (1 + 0.5 + 3 + 1 + 3)
     # sums start at 1.5, 4.5 and, after the norms' at 7.5 to 8 and half an attention, at 8.5 and 11.5
     assert advise.step_seconds(change(olmo, wiring="ladder"), times)[0] == 14.5
@@ -94,7 +94,7 @@ def counted_mlp(mlp, batch):
     "changes",
     [
         {"quant": "int8"}, {"quant": "int4", "group_size": 32},
-        {"qkv_bias": True, "wo_bias": True, "mlp_bias": True, "qk_norm": True}, {"n_kv_heads": 2}, MIXTURE,
+        {"qkv_bias": True, "wo_bias": True, "mlp_bias": True, "heads": {"qk_norm": True}}, {"n_kv_heads": 2}, MIXTURE,
         {**MIXTURE, "wiring": "farskip"},
     ],
 )  # fmt: skip

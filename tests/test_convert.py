@@ -23,6 +23,7 @@ import convert_hf_checkpoint
 import generate
 import tp
 from generate import Runner
+from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture
 from ladder.checkpoints import checkpoint, config_values, families, huggingface
 from ladder.decoding.batch import Sampler
@@ -272,10 +273,11 @@ def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     mlp_bias = ours.mlp_bias or getattr(ours.find(Mixture), "clamped_swiglu", False)
     assert ours.qkv_bias == ("q" in biases) and ours.wo_bias == ("o" in biases) and mlp_bias == ("n" in biases)
     turned = getattr(theirs.config, "no_rope_layers", None) or ()
-    assert ours.nope_layers == tuple(i for i, t in enumerate(turned) if not t)
+    heads = ours.find(Heads) or Heads()
+    assert heads.nope_layers == tuple(i for i, t in enumerate(turned) if not t)
     windows = [i for i, kind in enumerate(getattr(theirs.config, "layer_types", None) or ()) if "sliding" in kind]
     if theirs.config.max_position_embeddings > (getattr(theirs.config, "sliding_window", None) or 1e9):
-        assert ours.window_layers == tuple(windows)
+        assert heads.window_layers == tuple(windows)
 
 
 ASKED = {  # by transformers' code, although not every family's class has these
@@ -394,7 +396,8 @@ def test_sliding_windows_are_where_transformers_has_them(tmp_path):
     for values, layers in WINDOWS:
         (tmp_path / "config.json").write_text(json.dumps(SMALL | {"sliding_window": 40} | values))
         config = huggingface.config_from_hf(tmp_path / "config.json")
-        assert (config.max_seq_len, config.window_layers, config.sliding_window) == (64, layers, 40 if layers else None)
+        heads = config.find(Heads) or Heads()
+        assert (config.max_seq_len, heads.window_layers, heads.sliding_window) == (64, layers, 40 if layers else None)
 
 
 def test_a_generation_config_has_more_ends(tmp_path):
@@ -465,7 +468,7 @@ def test_real_configs_are_read():
         config = huggingface.config_from_hf(path)
         c = (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, config.tie_embeddings)
         assert c == expected.get(path.stem, c), path
-        assert config.qkv_bias == ("qwen2" in path.stem) and config.qk_norm == ("qwen3" in path.stem)
+        assert config.qkv_bias == ("qwen2" in path.stem) and bool(config.find(Heads)) == ("qwen3" in path.stem)
         assert config.wiring == ("ladder:16" if "ladder" in path.stem else "standard")
 
 

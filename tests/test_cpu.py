@@ -1,6 +1,5 @@
 """skinny_gemm.cpp against float64, its compilation, the memory of loading."""
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -14,13 +13,14 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BASE, ROOT, counted_kernels, last_logits, random_model, unequal_rows
+from helpers import BASE, ROOT, change, counted_kernels, last_logits, random_model, unequal_rows
 from reference import Reference
 from safetensors.torch import save_file
 from test_quantize import CASES, INT8, check_model, integers
 
 import generate
 import model
+from ladder.architectures import heads
 from ladder.checkpoints import checkpoint
 from ladder.kernels import compilers, compiling, cpp, quant_linear, registry
 from ladder.kernels.cpu import loading, skinny_gemm, stand_ins
@@ -308,26 +308,29 @@ def test_rotation_writes_the_cache_as_models_does(B, K, G, S, H, R):
         stand_ins.rotate_into_cache(q, k, v, rope, metadata, caches[1])
 
 
-@pytest.mark.parametrize("special", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
+@pytest.mark.parametrize("special", [{}, {"qkv_bias": True}, {"heads": {}}, {"heads": {"qk_norm": True}}], ids=str)
 @pytest.mark.parametrize("quant, most", [(None, 8), ("int8", 16), ("int4", 16)])
 def test_a_layers_attention_in_one_call_is_the_same_bit_by_bit(quant, most, special, monkeypatch):
-    """Unequal rows of three new tokens, the second layer with a window; and more rows, for which others are faster."""
+    """Unequal rows of three tokens, perhaps a layer with a window; and more rows, for which others are faster."""
     monkeypatch.setattr(skinny_gemm, "SKINNY_ROWS", 8)
     shape = {"n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 64, "dim": 128, "intermediate_size": 64}
-    windows, group_size = {"sliding_window": 5, "window_layers": (1,)}, 64 if quant == "int4" else None
-    config = dataclasses.replace(BASE, **shape, **windows, **special, quant=quant, group_size=group_size)
+    config = change(BASE, **shape, **special, quant=quant, group_size=64 if quant == "int4" else None)
+    plain = model.Attention.forward
+    if "heads" in special:
+        config = change(config, heads={"sliding_window": 5, "window_layers": (1,)})
+        plain = heads.HeadAttention.forward
     net = generate.load_model(config, None, "bfloat16", WORLD)
     for i, vector in enumerate(p for p in net.parameters() if p.dim() == 1):  # biases and norms
         vector.data = numbers(i + 1, len(vector))[-1]
-    first, attention = torch.tensor([[9], [0]]), "model.Attention.forward"
+    first, name = torch.tensor([[9], [0]]), f"{plain.__module__}.{plain.__qualname__}"
     for S, block in itertools.product((3, most // 2 + 1), net.layers):
         metadata = attention_metadata(net, first + torch.arange(S), torch.arange(20))
         x, keys, values = numbers(2, S, 128), *numbers(2, 2, 2, 20, 64)[:, None].repeat(1, 2, 1, 1, 1, 1)
         with counted_kernels() as counts:
             one_call = block.attention(x, metadata, (keys[0], values[0]))
-        assert counts[attention] == (S == 3)
+        assert counts[name] == (S == 3)
         with pytest.MonkeyPatch.context() as m:
-            m.setattr(model.Attention.forward, "kernels", ())
+            m.setattr(plain, "kernels", ())
             several = block.attention(x, metadata, (keys[1], values[1]))
         assert torch.equal(one_call, several) and torch.equal(*keys) and torch.equal(*values)
 
@@ -335,8 +338,12 @@ def test_a_layers_attention_in_one_call_is_the_same_bit_by_bit(quant, most, spec
 @pytest.mark.slow
 def test_a_compiled_model_with_few_rows(monkeypatch):
     monkeypatch.setattr(skinny_gemm, "SKINNY_ROWS", 8)  # more in prefill, fewer in decode
-    changes = {"head_dim": 64, "sliding_window": 3, "window_layers": (1,), "qkv_bias": True, "qk_norm": True}
-    config = dataclasses.replace(BASE, wiring="ladder", n_layers=2, **changes)
+    changes = {
+        "head_dim": 64,
+        "qkv_bias": True,
+        "heads": {"sliding_window": 3, "window_layers": (1,), "qk_norm": True},
+    }
+    config = change(BASE, wiring="ladder", n_layers=2, **changes)
     net = random_model(config)
     reference = Reference(config, net.state_dict())
     for weight in net.parameters():  # not .to(): the rope frequencies stay float32
@@ -359,7 +366,7 @@ COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied"
 @pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
 def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
     monkeypatch.setattr(skinny_gemm, "SKINNY_INT_ROWS", 8)  # more in prefill, fewer in decode
-    config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
+    config = change(CASES[name], n_layers=1 if compile else 3)
     net, counts = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
     layouts = {m.layout for m in net.modules() if type(m) is quant_linear.QuantLinear}
     kept = [m for m in net.modules() if type(m) is Linear]
@@ -370,7 +377,7 @@ def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypa
 
 def test_attention_in_a_window_without_a_cache():
     """There v is a view, with strides that the kernel does not take. Only bfloat16 has such kernels."""
-    net = random_model(dataclasses.replace(BASE, head_dim=64, sliding_window=3, window_layers=(0, 2)))
+    net = random_model(change(BASE, head_dim=64, heads={"sliding_window": 3, "window_layers": (0, 2)}))
     compiling.use_decode_kernels(net)
     assert not registry.used
     net, (tokens, _) = net.bfloat16(), unequal_rows(BASE)
@@ -413,7 +420,7 @@ def test_without_what_cannot_be_built_pytorchs_kernels_run_and_one_line_says_why
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
 def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant, capsys):
     """Its packed integers replace those that were loaded; in other dtypes there are no such kernels."""
-    config = dataclasses.replace(
+    config = change(
         BASE, head_dim=64, dim=64, intermediate_size=96, quant=quant, group_size=32 if quant == "int4" else None
     )
     net = generate.load_model(config, None, "bfloat16", WORLD)
@@ -436,7 +443,7 @@ def test_many_rows_are_multiplied_in_float32_where_nothing_else_is_fast(monkeypa
     monkeypatch.setattr(loading, "is_built", lambda: False)
     monkeypatch.setattr(skinny_gemm, "HAS_ONEDNN_BF16", False)
     monkeypatch.setattr(stand_ins, "DEQUANTIZED_AT_ONCE", 700)
-    config = dataclasses.replace(BASE, qkv_bias=True, mlp_bias=True)
+    config = change(BASE, qkv_bias=True, mlp_bias=True)
     net, (tokens, lengths) = random_model(config), unequal_rows(config)
     reference = Reference(config, net.state_dict())
     for weight in net.parameters():  # not .to(): the rope frequencies stay float32

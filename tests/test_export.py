@@ -1,6 +1,5 @@
 """Exported folders in transformers: what they compute, how they load, what they become, and other people's trainers."""
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import types
 
 import pytest
 import torch
-from helpers import BASE, ROOT, YARN, greedy_tokens, random_model, script, shared_data, write_model
+from helpers import BASE, ROOT, YARN, change, greedy_tokens, random_model, script, shared_data, write_model
 from safetensors.torch import load_file
 from test_convert import FAMILIES, FOLDED, NESTED, SMALL, TOKENS, check_parity, convert, hf_model, nested
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -30,8 +29,8 @@ SHAPES = {
     "qwen": {"qkv_bias": True, "n_heads": 5, "n_kv_heads": 5, "bos_id": None, "eos_ids": ()},
     "even": {"n_layers": 4, "wo_bias": True},
     "all": {
-        "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "qk_norm": True, "tie_embeddings": True,
-        "nope_layers": (1,), "rope_scaling": YARN,
+        "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "tie_embeddings": True,
+        "heads": {"qk_norm": True, "nope_layers": (1,)}, "rope_scaling": YARN,
     },
 }  # fmt: skip
 CASES = [
@@ -43,7 +42,7 @@ CASES = [
 
 def write(folder, **changes):
     """Write a random checkpoint at folder / "ours" and export it; returns (our model, the exported folder)."""
-    config = dataclasses.replace(BASE, **changes)
+    config = change(BASE, **changes)
     net = random_model(config)
     with outputs.new_folder(folder / "ours") as out:
         write_model(out, config, net.state_dict(), torch.float32)
@@ -141,7 +140,7 @@ def test_transformers_own_families_come_back(family, tmp_path):
             assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
 
 
-WINDOW = {"sliding_window": 4, "window_layers": (0, 1, 2)}
+WINDOW = {"heads": {"sliding_window": 4, "window_layers": (0, 1, 2)}}
 
 
 REFUSED = [
@@ -156,13 +155,13 @@ def test_what_has_no_form_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(WIRINGS, "own", Wiring("", stale=1))
     (tmp_path / "ours").mkdir()
     for changes, words in REFUSED:
-        config = dataclasses.replace(BASE, **changes)
+        config = change(BASE, **changes)
         write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
         with pytest.raises(InputError, match=words):
             to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
     with pytest.raises(InputError, match="quant 'int8' has no Hugging Face form here, only None has one"):
-        to_hf.config_to_hf(dataclasses.replace(BASE, quant="int8"), torch.float32)
+        to_hf.config_to_hf(change(BASE, quant="int8"), torch.float32)
 
 
 TEXTS = ["Once upon a time", "", " ", " a", "two  spaces   three", "  a\n\n b \n", "naïve 🙂 日本  é", "1▁▁", "▁ x▁ "]
@@ -201,14 +200,14 @@ def test_verify_tells_rounding_from_a_mistake(dtype, tmp_path, capsys, monkeypat
     *_, result, token = capsys.readouterr().out.splitlines()
     assert result.startswith(f"verified: it differs from transformers in logits of 64 tokens in {dtype} by up to ")
     assert re.fullmatch(r"next token: \d+, in transformers \d+", token)
-    for i, (module, name, change) in enumerate([
+    for i, (module, name, broken) in enumerate([
         (huggingface, "our_values", lambda values: {**values, "rope_theta": 400.0}),
         (convert_hf_checkpoint, "group", lambda w: torch.cat((-w[:24], w[24:]))),  # the queries of one KV head
         (verify, "expected", lambda logits: logits * torch.nan),
     ]):  # fmt: skip
         right = getattr(module, name)
         with monkeypatch.context() as m, pytest.raises(InputError, match="^the converted .* differs from [^\n]*$"):
-            m.setattr(module, name, lambda *args, right=right, change=change, **how: change(right(*args, **how)))
+            m.setattr(module, name, lambda *args, right=right, broken=broken, **how: broken(right(*args, **how)))
             verify.main(converted(tmp_path / str(i), dtype))
 
 
@@ -269,7 +268,7 @@ with torch.no_grad():
 
 @pytest.mark.slow
 def test_transformers_own_tensor_parallelism(tmp_path):
-    _, folder = write(tmp_path, wiring="parallel-ladder:0,1", qk_norm=True, qkv_bias=True)
+    _, folder = write(tmp_path, wiring="parallel-ladder:0,1", heads={"qk_norm": True}, qkv_bias=True)
     (tmp_path / "two.py").write_text(ON_TWO_RANKS)
     done = script(tmp_path / "two.py", folder, ranks=2)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from helpers import ROOT, write_model
+from helpers import ROOT, change, write_model
 from test_convert import SMALL
 
 import tp
@@ -24,7 +24,8 @@ from model import Config, Transformer
 
 SECONDS = 1.2
 DEMO, TEXT = ROOT / "demo", "Once upon a time\n\tthere were 12 (twelve) little dogs. Zwölf? 十二! \x00 \ufffd <|eot|>"
-TINY = Config(2, 4, 2, 8, 32, 48, 60, 64, bos_id=1, eos_ids=(2,), wiring="spd:1/2", nope_layers=(0,), qk_norm=True)
+TINY = Config(2, 4, 2, 8, 32, 48, 60, 64, bos_id=1, eos_ids=(2,), wiring="spd:1/2")
+TINY = change(TINY, heads={"nope_layers": (0,), "qk_norm": True})
 NUMBERS = [0, -1, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**64, 10**30]
 NAMES = ["", "..", "../x", "/etc/passwd", "a" * 5000, "\0", "\x1b[31m", "\ud800", "x\ny", "10**(10**10)"]
 VALUES = [None, True, 0.5, -0.5, 1e300, float("nan"), *NUMBERS, *NAMES, [], {}, [[]], {"": None}, [99, -1], ["2"]]

@@ -18,7 +18,19 @@ import time
 import helpers
 import pytest
 import torch
-from helpers import BASE, HANGS, ROOT, command, greedy_tokens, naive, p_value, random_model, run_ranks, unequal_rows
+from helpers import (
+    BASE,
+    HANGS,
+    ROOT,
+    change,
+    command,
+    greedy_tokens,
+    naive,
+    p_value,
+    random_model,
+    run_ranks,
+    unequal_rows,
+)
 from safetensors.torch import load_file, save_file
 from test_hostile import refused
 
@@ -464,7 +476,7 @@ def test_what_is_likely_enough_is_chosen_without_gathering_logits():
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("chunk_tokens", [1, 6, 26, 99])
 def test_a_prefill_in_chunks_and_splits_equals_one_pass(chunk_tokens, splits):
-    net = random_model(dataclasses.replace(BASE, sliding_window=3, window_layers=(0, 2)))
+    net = random_model(change(BASE, heads={"sliding_window": 3, "window_layers": (0, 2)}))
     tokens, lengths = unequal_rows(BASE)
     runner, widths = Runner(net, net.new_cache(3, 12), splits=splits), []
 
@@ -516,7 +528,7 @@ def test_a_long_prompt_leaves_its_neighbours_their_own_end(tiny, out):
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     """What is beyond them holds NaN, which a mask would not keep out of a sum."""
-    net = random_model(dataclasses.replace(BASE, n_layers=2, sliding_window=11, window_layers=(1,)))
+    net = random_model(change(BASE, n_layers=2, heads={"sliding_window": 11, "window_layers": (1,)}))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     runner = Runner(net, net.new_cache(2, 40), compile)

@@ -15,7 +15,8 @@ from test_serve import in_turns
 
 import generate
 from extras.export import to_hf
-from ladder.architectures import experts
+from ladder.architectures import experts, heads
+from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture, MoE
 from ladder.chat.rendering import render
 from ladder.checkpoints.sizes import RandomWeights, named_size
@@ -25,7 +26,7 @@ from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.gpu.split_attention import split_attend
-from model import attend, build
+from model import build
 from tp import load_shard
 
 GPT_OSS = "GptOssConfig", {
@@ -50,9 +51,9 @@ def test_parity_with_transformers(tmp_path):
     theirs = gpt_oss()
     theirs.generation_config.eos_token_id = [2, 5]
     ours = check_family(theirs, tmp_path)
-    assert (ours.config.window_layers, ours.config.eos_ids) == ((0, 2), (2, 5))
+    assert (ours.config.find(Heads).window_layers, ours.config.eos_ids) == ((0, 2), (2, 5))
     check_config_as_on_the_hub(tmp_path / "hf", ours)
-    with pytest.raises(InputError, match="attention_sinks True has no Hugging Face form"):
+    with pytest.raises(InputError, match="sinks True has no Hugging Face form"):
         to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
 
 
@@ -73,9 +74,9 @@ def test_mxfp4_is_what_its_numbers_say(tmp_path):
 
 
 CONFIG = change(
-    BASE, n_heads=12, n_kv_heads=4, qkv_bias=True, wo_bias=True, attention_sinks=True, sliding_window=4,
+    BASE, n_heads=12, n_kv_heads=4, qkv_bias=True, wo_bias=True,
     mixture={"n_experts": 5, "experts_per_token": 2, "expert_size": 40, "clamped_swiglu": True},
-    window_layers=(0, 2), wiring="ladder",
+    heads={"sinks": True, "sliding_window": 4, "window_layers": (0, 2)}, wiring="ladder",
 )  # fmt: skip
 FEW_KV_HEADS = change(CONFIG, n_kv_heads=2, wiring="farskip")  # of which several ranks have a copy
 CONFIGS = [CONFIG, FEW_KV_HEADS, *(change(CONFIG, wiring=w) for w in ("standard", "parallel-ladder"))]
@@ -125,7 +126,7 @@ def test_few_positions_with_sinks_against_float64(G):
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
         arguments = q.transpose(2, 3).double(), keys.double(), values.double(), mask
         split = split_attend(*arguments, sinks).unflatten(2, (G, 2))  # of a GPU, here without a compiler
-        for other in attend(*arguments, None, sinks), split:
+        for other in heads.attend_with_sinks(*arguments, sinks), split:
             assert (other.transpose(2, 3) - exact).abs().max() < 1e-6
 
 
@@ -147,7 +148,10 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
         with torch.inference_mode(), counted_kernels() as counts:
             steps.append(last_logits(net, *unequal_rows(config)).float())
             prefills.append(net(torch.arange(80).view(2, 40) % 50).float())  # more than FEW_POSITIONS
-    assert {"model.attend", "ladder.architectures.experts.Experts.forward"} <= counts.keys()
+    assert {
+        "ladder.architectures.heads.attend_with_sinks",
+        "ladder.architectures.experts.Experts.forward",
+    } <= counts.keys()
     for exact, plain, fast in steps, prefills:
         assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
 
@@ -193,12 +197,12 @@ def test_a_template_with_harmonys_features():
 
 def test_the_named_size_has_the_published_parameter_count():
     assert sum(p.numel() for p in build(named_size("gpt-oss-20b")).parameters()) == pytest.approx(20.91e9, rel=5e-4)
-    assert named_size("gpt-oss-20b:3").window_layers == (0, 2)
+    assert named_size("gpt-oss-20b:3").find(Heads).window_layers == (0, 2)
 
 
 @pytest.mark.parametrize("changes, words", [
     ({"mixture": {"shared_expert_size": 8}}, "clamped_swiglu is not for shared experts"),
-    ({"score_cap": 3.0}, "attention_sinks are not for score_cap"),
+    ({"heads": {"score_cap": 3.0}}, "sinks are not for score_cap"),
     ({"rope_scaling": {"factor": 2.0, "truncate": False}}, "truncate False, which only yarn has"),
 ])  # fmt: skip
 def test_bad_configs_are_one_line(changes, words):

@@ -37,10 +37,10 @@ TEXTS = {
     '{"model_type": "llama"}': "a Hugging Face folder: run convert_hf_checkpoint.py",
 }  # fmt: skip
 VALUES = [
-    ({"nope_layers": [99, -1]}, "nope_layers is (99, -1) but must be tuple[int, ...]"),
-    ({"nope_layers": [3]}, "nope_layers takes layers from 0 to 2, not (3,)"),
+    ({"architecture": {"heads": {"nope_layers": [99, -1]}}}, "nope_layers is (99, -1) but must be tuple[int, ...]"),
+    ({"architecture": {"heads": {"nope_layers": [3]}}}, "nope_layers takes layers from 0 to 2, not (3,)"),
     ({"eos_ids": ["2"]}, "eos_ids is ('2',) but must be tuple[int, ...]"),
-    ({"window_layers": [True], "sliding_window": 4}, "window_layers is (True,)"),
+    ({"architecture": {"heads": {"window_layers": [True], "sliding_window": 4}}}, "window_layers is (True,)"),
     ({"bos_id": -1}, "bos_id is -1 but must be int | None"),
     ({"wiring": 3}, "wiring is 3 but must be str"),
     ({"dim": 10**30}, "dim is 1000000000000000000000000000000 but must be int above 0"),

@@ -278,8 +278,8 @@ def test_experts_are_chosen_as_a_loop_in_float64_chooses_them(router, groups):
 # Two ways to compute, wirings, ranks, compiled, integers
 
 SETTINGS = {"query_rank": None, "latent_dim": 24, "key_dim": 8, "rope_dim": 4, "value_dim": 10}
-LATENT = {"n_kv_heads": 6, "head_dim": 12, "rotary_dim": 4, "latent": SETTINGS, "query_scale": 1.3}
-CONFIG = change(BASE, **{**LATENT, "latent": {**SETTINGS, "gate": True}})
+LATENT = {"n_kv_heads": 6, "head_dim": 12, "rotary_dim": 4, "latent": {**SETTINGS, "query_scale": 1.3}}
+CONFIG = change(BASE, **{**LATENT, "latent": {**LATENT["latent"], "gate": True}})
 MIXTURE = change(
     BASE, wiring="farskip", mixture={
         "n_experts": 8, "experts_per_token": 3, "expert_size": 40, "shared_expert_size": 28, "dense_layers": (0,),
@@ -287,9 +287,11 @@ MIXTURE = change(
     },
 )  # fmt: skip
 INSTELLA = change(
-    MIXTURE, **{**LATENT, "latent": {**SETTINGS, "gate": True}}, mixture={"expert_groups": 4, "chosen_groups": 2}
+    MIXTURE,
+    **{**LATENT, "latent": {**LATENT["latent"], "gate": True}},
+    mixture={"expert_groups": 4, "chosen_groups": 2},
 )
-WITH_RANK = {**LATENT, "latent": {**SETTINGS, "query_rank": 20}}
+WITH_RANK = {**LATENT, "latent": {**LATENT["latent"], "query_rank": 20}}
 CONFIGS = [*(change(CONFIG, **changes) for changes in ANY_TP), INSTELLA]
 CONFIGS += [change(BASE, **WITH_RANK, wiring="ladder"), change(CONFIG, wiring="spd/6")]
 
@@ -446,7 +448,7 @@ def test_named_sizes_have_the_published_parameter_counts(name):
     ({"latent": {"query_rank": 0}}, "query_rank is 0 but must be above 0"),
     ({"linear": {"layers": (0,), **LINEAR}}, "a model with latent has no linear"),
     ({"n_kv_heads": 3}, "needs head_dim 12, rotary_dim 4 and n_kv_heads 6, not 12, 4 and 3"),
-    ({"qk_norm": True}, "qk_norm is not for latent attention"),
+    ({"heads": {"qk_norm": True}}, "a model with latent has no heads"),
 ])  # fmt: skip
 def test_bad_configs_are_one_line(changes, words):
     with pytest.raises(InputError, match=words):

@@ -136,7 +136,7 @@ def test_the_language_model_beside_a_tower_for_pictures(outer, family, tmp_path,
 
 SETTINGS = {"key_heads": 5, "value_heads": 10, "key_dim": 8, "value_dim": 12, "conv_width": 4}
 CONFIG = change(
-    BASE, n_heads=12, n_kv_heads=2, norm="rms+1", qk_norm=True, attention_gate=True,
+    BASE, n_heads=12, n_kv_heads=2, norm="rms+1", heads={"qk_norm": True, "gate": True},
     linear={"layers": (0, 2), **SETTINGS}, tie_embeddings=True,
 )  # fmt: skip
 MIXTURE = change(

@@ -17,10 +17,10 @@ from model import build
 
 @pytest.mark.parametrize("changes", [
     {"wo_bias": True, "mlp_bias": True, "rope_scaling": {"factor": 2.5}},
-    {"nope_layers": (1,), "rope_scaling": YARN, "qk_norm": True, "wiring": "ladder"},
-    {"sliding_window": 1, "window_layers": (0, 2)},
-    {"sliding_window": 6, "window_layers": (0, 1, 2)},  # of the prefill, all
-    {"sliding_window": 4, "window_layers": (1, 2), "nope_layers": (0, 1), "wiring": "ladder"},
+    {"heads": {"nope_layers": (1,), "qk_norm": True}, "rope_scaling": YARN, "wiring": "ladder"},
+    {"heads": {"sliding_window": 1, "window_layers": (0, 2)}},
+    {"heads": {"sliding_window": 6, "window_layers": (0, 1, 2)}},  # of the prefill, all
+    {"heads": {"sliding_window": 4, "window_layers": (1, 2), "nope_layers": (0, 1)}, "wiring": "ladder"},
     *({**family, "wiring": wiring} for family in FAMILIES for wiring in ("standard", "ladder", "ladder-2:0,2")),
 ], ids=wired_id)  # fmt: skip
 def test_what_some_families_have(changes):
@@ -34,6 +34,10 @@ def test_compiled_wirings_compute_the_same(changes):
 
 
 POST_NORMED = {"postnorm": {}}
+
+
+def heads(**settings):
+    return {"architecture": {"heads": settings}}
 
 
 @pytest.mark.parametrize("kind, scaling", [
@@ -81,8 +85,8 @@ CONFIGS = [  # changes and the line
     ({"wiring": "delayed-7"}, "wiring delayed-7 is 7 sublayers late: 3 layers take up to 6"),
     ({"wiring": "ladder/2"}, "no such wiring: 'ladder/2'"),
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
-    ({"sliding_window": 4, "window_layers": (0, 3)}, "window_layers takes layers from 0 to 2, not"),
-    ({"window_layers": (0,)}, "a sliding_window of 1 or more tokens"),
+    (heads(sliding_window=4, window_layers=(0, 3)), "window_layers takes layers from 0 to 2, not"),
+    (heads(window_layers=(0,)), "a sliding_window of 1 or more tokens"),
     (
         {"architecture": POST_NORMED, "wiring": "spd"},
         "wiring spd is not for models with postnorm: it takes partials that are",
@@ -94,15 +98,15 @@ CONFIGS = [  # changes and the line
         "wiring parallel-ladder is not for models with postnorm",
     ),
     (
-        {"qk_norm": True, "whole_qk_norm": True, "wiring": "desync"},
-        "wiring desync is not for models with whole_qk_norm",
+        {**heads(qk_norm=True, whole_qk_norm=True), "wiring": "desync"},
+        "wiring desync is not for whole_qk_norm",
     ),
-    ({"whole_qk_norm": True}, "whole_qk_norm needs qk_norm and a norm 'rms'"),
+    (heads(whole_qk_norm=True), "whole_qk_norm needs qk_norm and a norm 'rms'"),
     ({"norm": "batch"}, "norm 'batch' is unknown; known: rms, rms+1, layer"),
     ({"activation": "relu"}, "activation 'relu' is unknown; known: silu, gelu_tanh"),
     ({"rotary_dim": 10}, "rotary_dim 10 is odd, or more than head_dim 8"),
     ({"rope_scaling": LONGROPE}, "short_factor has 3 numbers, not 4, one for each pair of dimensions"),
-    ({"llama4_beta": 0.1}, "llama4_beta needs a rope_scaling with original_max_position_embeddings"),
+    (heads(llama4_beta=0.1), "llama4_beta needs a rope_scaling with original_max_position_embeddings"),
 ]
 
 

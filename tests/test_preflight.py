@@ -14,14 +14,14 @@ from tp import load_shard
 CPU = torch.device("cpu")
 SMALL = change(BASE, n_heads=15, n_kv_heads=5, head_dim=16, dim=192, intermediate_size=256, vocab_size=301)
 LINEAR = {"key_heads": 7, "value_heads": 14, "key_dim": 8, "value_dim": 4, "conv_width": 3}
-LINEAR = {"n_heads": 16, "n_kv_heads": 8, "attention_gate": True, "linear": {"layers": (1,), **LINEAR}}
+LINEAR = {"n_heads": 16, "n_kv_heads": 8, "heads": {"gate": True}, "linear": {"layers": (1,), **LINEAR}}
 EXPERTS = {"n_experts": 3, "experts_per_token": 2, "expert_size": 64, "shared_expert_size": 64}
 EXPERTS = {"mixture": EXPERTS, "wiring": "farskip"}
 
 
 @pytest.mark.parametrize("changes, dtype", [
     ({}, torch.float32), ({"tie_embeddings": True, "wiring": "ladder", "rope_scaling": YARN}, torch.bfloat16),
-    ({"qkv_bias": True, "wo_bias": True, "mlp_bias": True, "qk_norm": True}, torch.bfloat16),
+    ({"qkv_bias": True, "wo_bias": True, "mlp_bias": True, "heads": {"qk_norm": True}}, torch.bfloat16),
     ({"quant": "int8", "tie_embeddings": True}, torch.bfloat16), (LINEAR, torch.bfloat16), (EXPERTS, torch.bfloat16),
     ({"n_heads": 24, "n_kv_heads": 4, "quant": "int4", "group_size": 64}, torch.bfloat16),
 ])  # fmt: skip

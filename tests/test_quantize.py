@@ -44,7 +44,7 @@ INT8 = change(CONFIG, quant="int8")
 INT4 = change(CONFIG, quant="int4", group_size=32)
 KEPT = change(INT4, intermediate_size=172, not_quantized=("output", "w2"))  # 172 is no multiple of 32
 # with 3 heads of 16 columns a rank, groups of wo straddle the ranks' edges
-BIASED = change(INT4, n_kv_heads=8, qkv_bias=True, wo_bias=True, mlp_bias=True, qk_norm=True)
+BIASED = change(INT4, n_kv_heads=8, qkv_bias=True, wo_bias=True, mlp_bias=True, heads={"qk_norm": True})
 TIED = change(INT4, tie_embeddings=True)
 MIXED = change(TIED, int8=("tok_embeddings", "w1"))
 TABLE = change(INT8, tie_embeddings=True, not_quantized=("tok_embeddings",))

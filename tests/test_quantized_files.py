@@ -24,6 +24,7 @@ from test_fuzz import changed_bytes, changed_json
 from test_hostile import refused
 
 import convert_hf_checkpoint
+from ladder.architectures.heads import Heads
 from ladder.checkpoints import checkpoint, gguf_file, huggingface
 from ladder.checkpoints.tiktoken_ranks import LLAMA3_PATTERN
 from ladder.checkpoints.tokenizer import load_tokenizer
@@ -753,7 +754,8 @@ def test_absent_values_of_gguf_have_the_defaults_of_llama_cpp(architecture, tmp_
         1e4, 2, 4, 32 if architecture == "granite" else 8,
     )  # fmt: skip
     assert (config.rope_scaling or {}) == ({"factor": 4.0} if architecture == "granite" else {})
-    assert config.sliding_window is None and (config.query_scale or 1.0) == 1.0
+    heads = config.find(Heads) or Heads()
+    assert heads.sliding_window is None and (heads.query_scale or 1.0) == 1.0
     if architecture == "granite":
         assert values["attention_multiplier"] == 0.5
 

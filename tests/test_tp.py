@@ -38,13 +38,13 @@ from model import VOCAB_BLOCK
 
 UNEVEN = {"n_heads": 15, "n_kv_heads": 5, "intermediate_size": 101, "vocab_size": 130}
 BIASED = {
-    "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "nope_layers": (1,), "rope_scaling": YARN,
-    "sliding_window": 4, "window_layers": (1, 2),
+    "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "rope_scaling": YARN,
+    "heads": {"nope_layers": (1,), "sliding_window": 4, "window_layers": (1, 2)},
 }  # fmt: skip
 SHAPES = [  # at tp 2, 3, 4: even and uneven splits, replicated KV heads, odd sizes
     BIASED,
     {"tie_embeddings": True, "qkv_bias": True},
-    {"head_dim": 16, "qk_norm": True, "n_heads": 8, "n_kv_heads": 4},
+    {"head_dim": 16, "heads": {"qk_norm": True}, "n_heads": 8, "n_kv_heads": 4},
 ]
 CASES = [{**WIRED[1], **shape} for shape in SHAPES] + [{**changes, **UNEVEN, **BIASED} for changes in WIRED]
 OTHERS = [{**family, "wiring": wiring} for family in FAMILIES for wiring in ("standard", "ladder")]
@@ -231,7 +231,7 @@ def test_ranks_of_unequal_shares_compute_what_one_device_does(shares):
 @pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_prefill_in_chunks_and_what_follows_equal_those_in_one(tp_size):
     """Rows of five lengths, whose last tokens are in different splits."""
-    windowed = {"sliding_window": 3, "window_layers": (0, 2)}
+    windowed = {"heads": {"sliding_window": 3, "window_layers": (0, 2)}}
     cases = [change(BASE, **{**UNEVEN, **windowed, **changes}) for changes in ONE_EACH + OTHERS]
     for rank in run_ranks(tp_size, logits_in_chunks, cases):
         for config, (expected, *others) in zip(cases, rank, strict=True):

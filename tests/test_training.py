@@ -126,7 +126,7 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
     tokenizer = load_tokenizer(tiny)
     data.tokenize([tmp_path / "a.txt"], tokenizer, [2], tmp_path / "x.tokens")
     config = rewired(checkpoint.read_config(tiny), "ladder")
-    model = random_model(change(config, sliding_window=4, window_layers=(1,))).double()
+    model = random_model(change(config, heads={"sliding_window": 4, "window_layers": (1,)})).double()
     n = (tmp_path / "x.tokens").stat().st_size // TOKEN.itemsize
     batch = Windows([tmp_path / "x.tokens"], n - 1, "").batch([0])
     trainee, expected = trainee_like(model), 0.0
@@ -174,11 +174,11 @@ def run_each(world, configs, dtype):
 
 BIASED = {"qkv_bias": True, "wo_bias": True, "mlp_bias": True}  # of lanes one adds those of wo and w2
 LANED = ["spd/4", "spd-ladder:0,2/3", "delayed-3/2", "desync:4/4", "ladder-2"]  # and more lanes than KV heads
-CONFIGS = [{"wiring": wiring, "qk_norm": True, **BIASED} for wiring in LANED]
+CONFIGS = [{"wiring": wiring, "heads": {"qk_norm": True}, **BIASED} for wiring in LANED]
 EXPERTS = {"n_experts": 5, "experts_per_token": 2, "expert_size": 36, "dense_layers": (1,)}
 SHARED = {"mixture": {**EXPERTS, "shared_expert_size": 28, "shared_expert_gate": True}}
 GPT_OSS = {
-    "qkv_bias": True, "wo_bias": True, "attention_sinks": True, "wiring": "ladder",
+    "qkv_bias": True, "wo_bias": True, "heads": {"sinks": True}, "wiring": "ladder",
     "mixture": {**EXPERTS, "dense_layers": (), "clamped_swiglu": True},
 }  # fmt: skip
 OTHERS = [

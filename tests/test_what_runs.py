@@ -18,13 +18,14 @@ from helpers import BASE, change, counted_kernels, last_logits, run_ranks, unequ
 import generate
 import model
 import tp
+from ladder.architectures import heads
 from ladder.errors import InputError
 from ladder.kernels import digests, quant_kernels, quant_linear, registry
 from ladder.layers import attention_inputs, norms
 from ladder.ranks.world import World
 
 SHAPE = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "dim": 64, "intermediate_size": 96}
-CONFIG = change(BASE, **SHAPE, qk_norm=True, wiring="ladder")
+CONFIG = change(BASE, **SHAPE, wiring="ladder")
 QUANTS = {"bfloat16": {}, "int8": {"quant": "int8"}, "int4": {"quant": "int4", "group_size": 32}, "float32": {}}
 WORLD = World(0, 1, torch.device("cpu"))
 
@@ -84,9 +85,16 @@ def halved(result):
 
 def functions():
     """[(scope, name)] of all functions that model.py, the layers and the collectives of one device are made of."""
-    scopes = [model, attention_inputs, norms, *[value for value in vars(model).values() if inspect.isclass(value)]]
+    scopes = [
+        model,
+        attention_inputs,
+        norms,
+        heads,
+        heads.HeadAttention,
+        *[value for value in vars(model).values() if inspect.isclass(value)],
+    ]
     scopes += [norms.RMSNorm, quant_linear.QuantLinear, quant_linear]
-    files = "model", attention_inputs.__name__, norms.__name__, quant_linear.__name__
+    files = "model", attention_inputs.__name__, norms.__name__, quant_linear.__name__, heads.__name__
     found = {}
     for scope in scopes:
         for name, value in vars(scope).items():
@@ -99,10 +107,10 @@ def functions():
 FUNCTIONS = functions()
 
 
-@pytest.mark.parametrize("quant", QUANTS)
-def test_each_function_that_is_replaced_runs_as_it_does_without_kernels(quant, monkeypatch, capsys):
+@pytest.mark.parametrize("quant, own", [*((quant, {}) for quant in QUANTS), ("bfloat16", {"heads": {"qk_norm": True}})])
+def test_each_function_that_is_replaced_runs_as_it_does_without_kernels(quant, own, monkeypatch, capsys):
     """Whether it is called at all says a run of plain functions alone."""
-    net = load(quant)
+    net = load(quant, **own)
     called = set()
     for name, (scope, attribute) in FUNCTIONS.items():
         original, calls = vars(scope)[attribute], []
@@ -121,12 +129,14 @@ def test_each_function_that_is_replaced_runs_as_it_does_without_kernels(quant, m
             assert (edited - plain).norm() < 0.05 * plain.norm(), name
             called |= {name} if expected else set()
     assert {"model.attend", "model.rotate_into_cache", "model.list_sublayers", "SingleDevice.wait"} <= called
-    assert {"FeedForward.forward", "Attention.forward", "RMSNorm.forward", "model.norm_heads"} <= called
+    attention = {"HeadAttention.forward", f"{heads.__name__}.norm_heads"} if own else {"Attention.forward"}
+    assert {"FeedForward.forward", "RMSNorm.forward", *attention} <= called
     said = capsys.readouterr().err
     assert quant == "float32" or "model.attend was replaced: it runs as written" in said
+    name_of_attention = f"{heads.__name__}.HeadAttention.forward" if own else "model.Attention.forward"
     with counted_kernels() as counts:  # and afterwards the kernels are in use again
         logits(net)
-    assert quant == "float32" or counts["model.Attention.forward"] and counts["model.FeedForward.forward"] == 8
+    assert quant == "float32" or counts[name_of_attention] and counts["model.FeedForward.forward"] == 8
 
 
 @pytest.mark.parametrize("name", ["model.FeedForward.forward", "model.attend", "model.Linear.forward"])
@@ -356,7 +366,7 @@ def test_hooks_of_all_modules_are_called(kind):
 
 def test_what_a_kernel_does_not_know_and_does_not_check_runs_as_written(capsys):
     """A cache in another order of its dimensions, none of the rope, and a pass of fewer rows than the cache."""
-    net, x = load(n_kv_heads=2, qk_norm=False), torch.randn(1, 2, 64).bfloat16()
+    net, x = load(n_kv_heads=2), torch.randn(1, 2, 64).bfloat16()
     metadata = attention_inputs.attention_metadata(net, torch.tensor([[2, 3]]), torch.arange(5))
     other = tuple(torch.zeros(1, 6, 2, 64).bfloat16().transpose(1, 2) for _ in "kv")
     for cache, changes in (other, {}), (net.new_cache(1, 6)[0], {"rope": None}), (net.new_cache(1, 6)[0], {}):

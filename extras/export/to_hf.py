@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from ladder import outputs
+from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
@@ -43,10 +44,10 @@ OWN_FAMILY = {
         "AutoModelForCausalLM": "modeling_ladder.LadderForCausalLM",
     },
 }  # fmt: skip
-OWN_FAMILY_FIELDS = {  # the fields of Config that the exported code computes
+OWN_FAMILY_FIELDS = {  # the fields of Config and of Heads that the exported code computes
     "n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "intermediate_size", "vocab_size", "max_seq_len",
-    "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "qkv_bias", "wo_bias", "mlp_bias", "qk_norm",
-    "nope_layers", "bos_id", "eos_ids", "wiring",
+    "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "qkv_bias", "wo_bias", "mlp_bias", "bos_id", "eos_ids",
+    "wiring", "architecture", "qk_norm", "nope_layers",
 }  # fmt: skip
 
 
@@ -56,14 +57,15 @@ def family_of(config, hf):
     hf: the keys that all families have.
     """
     c, last = config, range(config.n_layers)
-    kinds = ["sliding_attention" if i in c.window_layers else "full_attention" for i in last]
+    heads = c.find(Heads) or Heads()
+    kinds = ["sliding_attention" if i in heads.window_layers else "full_attention" for i in last]
     activation = next((theirs for theirs, ours in HF_ACTIVATIONS.items() if ours == c.activation), None)
     keys = {
         "attention_bias": c.qkv_bias, "attention_out_bias": c.wo_bias, "mlp_bias": c.mlp_bias, "qkv_bias": c.qkv_bias,
         "use_qkv_bias": c.qkv_bias, "hidden_act": activation, "hidden_activation": activation, "pad_token_id": None,
-        "no_rope_layers": [int(i not in c.nope_layers) for i in last], "attn_logit_softcapping": c.score_cap,
+        "no_rope_layers": [int(i not in heads.nope_layers) for i in last], "attn_logit_softcapping": heads.score_cap,
         "final_logit_softcapping": c.logit_cap, "layer_norm_eps": c.norm_eps,
-        "query_pre_attn_scalar": round(c.head_dim / (c.query_scale or 1.0) ** 2),
+        "query_pre_attn_scalar": round(c.head_dim / (heads.query_scale or 1.0) ** 2),
         "partial_rotary_factor": (c.rotary_dim or c.head_dim) / c.head_dim,
     }  # fmt: skip
     if mixture := c.find(Mixture):
@@ -73,13 +75,13 @@ def family_of(config, hf):
             "shared_expert_intermediate_size": mixture.shared_expert_size,
             "norm_topk_prob": mixture.renormalize_experts, "mlp_only_layers": list(mixture.dense_layers),
         }  # fmt: skip
-    if c.window_layers:
-        keys |= {"sliding_window": c.sliding_window, "use_sliding_window": True, "layer_types": kinds}
+    if heads.window_layers:
+        keys |= {"sliding_window": heads.sliding_window, "use_sliding_window": True, "layer_types": kinds}
     for family, name in HF_CLASSES.items():
         own = {k: v for k, v in keys.items() if k in {*FAMILIES[family].keys, "hidden_act", "pad_token_id"}}
         own = {"model_type": family, "architectures": [f"{name}ForCausalLM"], **hf, **own}
-        if c.window_rope_theta:
-            near = {"rope_type": "default", "rope_theta": c.window_rope_theta}
+        if heads.window_rope_theta:
+            near = {"rope_type": "default", "rope_theta": heads.window_rope_theta}
             far = own.pop("rope_scaling", {"rope_type": "default"}) | {"rope_theta": own.pop("rope_theta")}
             own["rope_parameters"] = dict(zip(ROPE_TYPES, (far, near), strict=True))
         with contextlib.suppress(InputError):
@@ -110,18 +112,22 @@ def own_family(config):
     name = config.parsed.name
     if name not in WIRING_BLOCKS:
         raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(WIRING_BLOCKS)} have one")
+    heads = config.find(Heads) or Heads()
+    for settings in (config, heads):
+        for field in dataclasses.fields(settings):
+            value = getattr(settings, field.name)
+            if field.name not in OWN_FAMILY_FIELDS and value != field.default:
+                only = f"only {field.default!r} has one"
+                raise InputError(f"{field.name} {value!r} has no Hugging Face form here, {only}")
     for each in config.architecture:
-        raise InputError(f"a model with {each.name} has no Hugging Face form here")
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in OWN_FAMILY_FIELDS and value != field.default:
-            raise InputError(f"{field.name} {value!r} has no Hugging Face form here, only {field.default!r} has one")
+        if each is not heads:
+            raise InputError(f"a model with {each.name} has no Hugging Face form here")
     return {
         **OWN_FAMILY, "wiring": config.wiring, "block": WIRING_BLOCKS[name], "stale": config.named_wiring.stale,
         "wired_layers": [i for i, wiring in enumerate(config.layer_wirings) if wiring is config.named_wiring],
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
-        "qk_norm": config.qk_norm, "attention_dropout": 0.0, "pad_token_id": None, "hidden_act": "silu",
-        "no_rope_layers": [int(i not in config.nope_layers) for i in range(config.n_layers)],
+        "qk_norm": heads.qk_norm, "attention_dropout": 0.0, "pad_token_id": None, "hidden_act": "silu",
+        "no_rope_layers": [int(i not in heads.nope_layers) for i in range(config.n_layers)],
     }  # fmt: skip
 
 
@@ -141,8 +147,8 @@ def config_to_hf(config, dtype):
         hf["rope_scaling"] = {"rope_type": rope_type, **config.rope_scaling}
         if rope_type == "linear":  # else max_position_embeddings would be taken for the original context
             hf["rope_scaling"][ORIGINAL_CONTEXT] = int(config.max_seq_len / config.rope_scaling["factor"])
-        if config.llama4_beta:
-            hf["rope_scaling"]["llama_4_scaling_beta"] = config.llama4_beta
+        if beta := (config.find(Heads) or Heads()).llama4_beta:
+            hf["rope_scaling"]["llama_4_scaling_beta"] = beta
     family = family_of(config, hf) if config.wiring == "standard" else None
     return family or {**own_family(config), **hf}
 

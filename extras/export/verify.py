@@ -6,6 +6,7 @@ python -m extras.export.verify meta-llama/Llama-3.2-1B checkpoints/1b
 import torch
 
 from convert_hf_checkpoint import open_source
+from ladder.architectures.heads import Heads
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.checkpoints.families import NESTED
@@ -61,7 +62,9 @@ def main(argv=None):
     dtype = checkpoint.chosen_dtype(None, weights)
     ids = tokenizer.encode(TEXT * N_TOKENS) if tokenizer else [i * i % config.vocab_size for i in range(N_TOKENS)]
     ids = torch.tensor([ids[: min(N_TOKENS, config.max_seq_len)]])
-    how = {"attn_implementation": "eager"} if config.score_cap else {}  # PyTorch's attention would ignore the cap
+    how = (
+        {"attn_implementation": "eager"} if (config.find(Heads) or Heads()).score_cap else {}
+    )  # PyTorch's attention would ignore the cap
     theirs = expected(folder, ids, dtype, args.trust_remote_code, **how)
     model = load_shard(config, weights, dtype, "cpu")
     use_kernels(model)  # as generate.py does

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from extras.measure import link
-from extras.measure.clock import run_layers, variants
+from extras.measure.clock import norms_over_ranks, run_layers, variants
 from ladder import benchmarking
 from ladder.architectures.mixture import Mixture
 from ladder.checkpoints.checkpoint import dtype_name
@@ -125,7 +125,7 @@ def times_of(config, work, dtype, tp_size, batch, machine, link):
     """Return the Times of a decode step over a Link. work: decode_work's."""
     all_reduce = link.seconds(batch * config.dim * dtype.itemsize, tp_size)
     gather = link.seconds(16 * batch * tp_size, tp_size, passes=1)  # a logit and an id from each rank
-    norm_sum = link.seconds(8 * batch, tp_size) if config.whole_qk_norm else 0.0  # two sums of squares of each row
+    norm_sum = link.seconds(8 * batch, tp_size) if norms_over_ranks(config) else 0.0  # two sums of squares of each row
     return Times(*map(machine.seconds, work.values()), all_reduce, gather, link.flight, norm_sum)
 
 

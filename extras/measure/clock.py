@@ -6,6 +6,7 @@ Computing and all-reduces take given times, so neither weights nor ranks are nee
 import contextlib
 from types import SimpleNamespace
 
+from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture
 from ladder.errors import InputError
 from model import all_wirings, interleave, list_sublayers, rewired
@@ -28,6 +29,11 @@ def variants(config):
         "delayed": ["delayed", "delayed-4"][:n_layers],
     }  # fmt: skip
     return [text for name in all_wirings() for text in more.get(name, [name]) if fits(text)]
+
+
+def norms_over_ranks(config):
+    """Return whether each attention sums over the ranks for its norms (whole_qk_norm)."""
+    return (config.find(Heads) or Heads()).whole_qk_norm
 
 
 class Clock:
@@ -79,7 +85,7 @@ def run_layers(config, attention, feed_forward, all_reduce, splits=1, flight=0.0
 
     def attend(*_):
         clock.advance(attention / 2)
-        if config.whole_qk_norm:
+        if norms_over_ranks(config):
             clock.sum_now(norm_sum)
         return clock.advance(attention / 2)
 

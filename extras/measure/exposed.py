@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from extras.measure.clock import run_layers
+from extras.measure.clock import norms_over_ranks, run_layers
 from extras.measure.link import Link
 from ladder import outputs
 from ladder.benchmarking import in_turns, quartiles, timed
@@ -120,7 +120,7 @@ def _report(case, runs):
     attention, feed_forward, rest = (ms["silent"] * n_bytes / sum(case.n_bytes) for n_bytes in case.n_bytes)
     sublayers = [total / case.config.n_layers / case.splits for total in (attention, feed_forward)]
     flight = 1e3 * case.link.flight if case.partial.device.type == "cpu" else 0.0
-    norm_sum = ms["all_reduce"] * case.config.whole_qk_norm
+    norm_sum = ms["all_reduce"] * norms_over_ranks(case.config)
     clock = run_layers(case.config, *sublayers, ms["all_reduce"], case.splits, flight, norm_sum)
     n = clock.started
     low, _, high = quartiles([1e3 * run["step"] for run in runs])

@@ -11,10 +11,12 @@ import dataclasses
 import pkgutil
 
 ARCHITECTURES = {  # {its name in config.json: module:class}
+    # the first one that answers a question counts, so those of some layers come before "heads", which is of all
     "postnorm": "ladder.architectures.postnorm:PostNorm",
     "mixture": "ladder.architectures.mixture:Mixture",
     "latent": "ladder.architectures.latent:Latent",
     "linear": "ladder.architectures.linear:LinearAttention",
+    "heads": "ladder.architectures.heads:Heads",
     "laneformer": "ladder.lanes.laneformer:LaneformerSettings",
 }
 
@@ -38,6 +40,8 @@ class Architecture:
     rewindable = True
     # Matrices that are never quantized: they are small, but their errors would not be, or their floats are needed.
     not_quantized = ()
+    # Whether attention needs a mask where a Llama's knows by itself that each token attends to all up to itself.
+    needs_mask = False
     # Neurons of an MLP stay together on a rank in units of so many, where these divide them.
     neuron_unit = 1
 
@@ -62,7 +66,24 @@ class Architecture:
     def collectives(self, config, model):
         """Return the Collectives of a new loop of a model, which wrap model.comm."""
 
+    def metadata(self, config, metadata, key_at, make_rope):
+        """Return what this architecture's layers share of a pass, as AttentionMetadata.own[name].
+
+        metadata: the AttentionMetadata so far. key_at: the positions of the keys (T') or (B, 1, S). make_rope(row):
+        cos and sin by a row of Transformer.rope_frequencies.
+        """
+
+    def window_theta(self, config):
+        """Return the rope_theta of some layers, which becomes the second row of rope_frequencies, or None."""
+
     # ---- What tp.py asks ----
+
+    def query_rows(self, config):
+        """Return how many rows of wqkv a query head has, or None: head_dim."""
+
+    def plan_of_heads(self, config, columns):
+        """Return {parameter: (dimension, ranges)} of what is cut as the heads are. columns: those of wo."""
+        return {}
 
     def mlps(self, config):
         """Return {prefix of matrices' names: neurons} of the MLPs that ranks share out, or None: one, as in a Llama."""

@@ -34,7 +34,7 @@ from ladder.layers.norms import RMSNorm
 from model import Linear
 
 LATENT_EPS = 1e-6  # of the latents' norms, as in transformers, whatever rms_norm_eps says of the others
-NOT_COMPUTED = "qkv_bias", "wo_bias", "qk_norm", "score_cap", "window_layers", "nope_layers", "attention_sinks"
+NOT_COMPUTED = "qkv_bias", "wo_bias"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Latent(Architecture):
     rope_dim: int  # R
     value_dim: int  # Y
     query_rank: int | None = None  # width of the latents of the queries, if these have any
+    query_scale: float | None = None  # multiplies queries
     gate: bool = False  # whether a head's output is multiplied by sigmoid(a projection of x)
 
     not_quantized = ("wkv_b",)  # which decoding needs as floats
@@ -126,7 +127,7 @@ class Latent(Architecture):
                 raise InputError("mscale_all_dim needs a factor beside it")
             scale = (0.1 * rope["mscale_all_dim"] * math.log(max(1.0, rope["factor"])) + 1) ** 2  # of the scores
         fields = {"head_dim": key_dim + rope_dim, "n_kv_heads": hf["num_attention_heads"], "rotary_dim": rope_dim}
-        return {**settings, "gate": bool(hf.get("gated_attention"))}, {**fields, "query_scale": scale}
+        return {**settings, "gate": bool(hf.get("gated_attention")), "query_scale": scale}, fields
 
     def hf_weights(self, source, config, hf):
         return LatentWeights(source, self, hf.get("rope_interleave", True))
@@ -153,6 +154,7 @@ class LatentAttention(nn.Module):
         N = config.n_heads
         rank = settings.query_rank
         self.scale = (X + R) ** -0.5  # of the scores
+        self.query_scale = settings.query_scale
         if rank:
             self.wq_a = Linear(config.dim, rank, bias=False)
             self.q_a_norm = RMSNorm(rank, LATENT_EPS)
@@ -184,8 +186,8 @@ class LatentAttention(nn.Module):
         q, rotated = q.view(B, S, -1, 1, X + R).permute(0, 2, 3, 1, 4).split([X, R], -1)  # (B, N, 1, S, X and R)
         latents, keys = kv.split([L, R], -1)
         q = torch.cat((q, rotate(rotated, *metadata.rope)), -1).squeeze(2)  # (B, N, S, X + R)
-        if metadata.query_scale is not None:
-            q = (q * metadata.query_scale).type_as(q)
+        if self.query_scale is not None:
+            q = (q * self.query_scale).type_as(q)
         keys = rotate(keys[:, None, None], *metadata.rope).squeeze(2)  # (B, 1, S, R), of all heads
         cached = torch.cat((self.kv_a_norm(latents)[:, None], keys), -1)  # (B, 1, S, L + R)
         mask = metadata.mask

@@ -11,10 +11,7 @@ HF_KEYS = {  # {a field of Config: the key that it comes from}, where these diff
     "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
     "dim": "hidden_size", "max_seq_len": "max_position_embeddings", "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings", "rotary_dim": "partial_rotary_factor * head_dim",
-    "llama4_beta": "llama_4_scaling_beta", "window_rope_theta": "rope_theta of sliding_attention",
-    "window_layers": "sliding_attention", "nope_layers": "no_rope_layers",
     "eos_ids": "eos_token_id", "bos_id": "bos_token_id", "qkv_bias": "attention_bias", "wo_bias": "attention_bias",
-    "attention_gate": "gated_attention",
     "None": "null", "bool": "true or false", "int": "a whole number", "float": "a number",  # of JSON
 }  # fmt: skip
 

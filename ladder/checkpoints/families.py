@@ -45,6 +45,9 @@ class Family(NamedTuple):
     values: dict = {}  # fields of our Config, or settings of an architecture, that the family has in any case
     norms: dict = {}  # {the family's name of a norm: GLM's name}
     only: dict = {}  # {a further key that transformers reads: the one value of it that is computed here}
+    two_bases: bool = False  # whether layers with a window have another rope_theta
+    scaled_context: bool = False  # whether max_position_embeddings counts the context that rope_scaling extends
+    needs_layer_types: bool = False  # whether transformers' defaults contradict one another where these are absent
 
 
 LLAMA = {**COMMON, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2}
@@ -64,7 +67,7 @@ LINEAR = {  # keys of Qwen's families with linear attention
     "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
     "mrope_section": None, "mrope_interleaved": None,  # for pictures: a text token's three positions are equal
 }  # fmt: skip
-GATED = {"attention_gate": True, "qk_norm": True, "norm": "rms+1"}  # how the layers between those attend
+GATED = {"heads": {"gate": True, "qk_norm": True}, "norm": "rms+1"}  # how the layers between those attend
 GRANITE = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}
 GLM = {**COMMON, "attention_bias": True, "attention_out_bias": False, "partial_rotary_factor": 0.5}
 GEMMA = {
@@ -85,18 +88,18 @@ LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk
 DEEPSEEK_V3 = {**DEEPSEEK, **LATENT, "first_k_dense_replace": 3, "rope_interleave": True}
 DEEPSEEK_ONLY = {"attention_bias": False, "moe_layer_freq": 1}
 SIGMOID, SIGMOID_ONLY = {"mixture": {"router": "sigmoid"}}, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-OLMO_NORMS = {"qk_norm": True, "whole_qk_norm": True, "postnorm": {"input_norms": False}}
+OLMO_NORMS = {"heads": {"qk_norm": True, "whole_qk_norm": True}, "postnorm": {"input_norms": False}}
 FAMILIES = {
     "llama": Family({**LLAMA, **BIASES, "max_position_embeddings": 2048}),
     "llamaLadder": Family({**LLAMA, **BIASES}),
     "ladder_residual": Family({  # what an exported folder says: a child of seed_oss
         **COMMON, **BIASES, "attention_out_bias": False, "no_rope_layers": None, "qk_norm": False,
         "parallel_blocks": False, "wiring": None, "wired_layers": None, "block": None, "stale": None,
-    }),
+    }, scaled_context=True),
     "mistral": Family({**LLAMA, "num_key_value_heads": 8, "sliding_window": 4096}),
     "ministral": Family({**COMMON, "sliding_window": 4096, "layer_types": None}),
     "qwen2": Family({**QWEN, **WINDOW_LAYERS}, {"qkv_bias": True}),
-    "qwen3": Family({**QWEN, **WINDOW_LAYERS, "attention_bias": False}, {"qk_norm": True}),
+    "qwen3": Family({**QWEN, **WINDOW_LAYERS, "attention_bias": False}, {"heads": {"qk_norm": True}}),
     "ministral3": Family({
         **LLAMA, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
         "sliding_window": None, "llama_4_scaling_beta": None, "rope_parameters": {
@@ -123,16 +126,20 @@ FAMILIES = {
         "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
         "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0,
         "final_logit_softcapping": None,
-    }, {"norm": "rms+1", "qk_norm": True, "postnorm": {}}, POST_NORMS, {**CAUSAL, "attn_logit_softcapping": None}),
+    }, {"norm": "rms+1", "heads": {"qk_norm": True}, "postnorm": {}}, POST_NORMS,
+       {**CAUSAL, "attn_logit_softcapping": None}, two_bases=True, scaled_context=True),
     "olmo2": Family(OLMO, OLMO_NORMS, POST_NORMS),
     "olmo3": Family(
-        {**OLMO, "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4}, OLMO_NORMS, POST_NORMS
+        {**OLMO, "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4}, OLMO_NORMS, POST_NORMS,
+        two_bases=True,
     ),
     "granite": Family({**COMMON, **BIASES, **GRANITE}),
     "mixtral": Family({**COMMON, **EXPERTS, "sliding_window": None}),
     "granitemoe": Family({**COMMON, **EXPERTS, **GRANITE, "attention_bias": False}),
-    "qwen2_moe": Family({**QWEN, **WINDOW_LAYERS, **QWEN_EXPERTS, **SHARED, "qkv_bias": True}),
-    "qwen3_moe": Family({**QWEN, **QWEN_EXPERTS, "attention_bias": False}, {"qk_norm": True}),
+    "qwen2_moe": Family(
+        {**QWEN, **WINDOW_LAYERS, **QWEN_EXPERTS, **SHARED, "qkv_bias": True}, needs_layer_types=True
+    ),
+    "qwen3_moe": Family({**QWEN, **QWEN_EXPERTS, "attention_bias": False}, {"heads": {"qk_norm": True}}),
     "qwen3_next": Family({**LINEAR, **QWEN_EXPERTS, **SHARED, "norm_topk_prob": True}, GATED),
     "qwen3_5_text": Family(LINEAR, GATED),
     "qwen3_5_moe_text": Family({
@@ -146,15 +153,15 @@ FAMILIES = {
         "topk_method": "greedy", "max_position_embeddings": 2048,
     }, {"mixture": {"router": "softmax in float32"}}, only={
         **DEEPSEEK_ONLY, "mlp_bias": False, "norm_topk_prob": False, "rope_interleave": True, "scoring_func": "softmax",
-    }),
+    }, scaled_context=True),
     "deepseek_v3": Family(DEEPSEEK_V3, SIGMOID, only={
         **DEEPSEEK_ONLY, **SIGMOID_ONLY, "gated_attention": False, "farskip": False,
-    }),
+    }, scaled_context=True),
     # AMD's, with DeepSeek V3's model_type: known by its architectures
     "instella_moe": Family({
         **DEEPSEEK_V3, "gated_attention": True, "farskip": True, "farskip_start_idx": 0, "farskip_end_idx": 1e4,
         "attn_only_farskip": False, "mlp_only_farskip": False,
-    }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY}),
+    }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY}, scaled_context=True),
     "glm4_moe": Family({
         **DEEPSEEK, "attention_bias": False,
         "bos_token_id": None, "eos_token_id": None, "first_k_dense_replace": 1, "max_position_embeddings": 131072,
@@ -176,12 +183,12 @@ FAMILIES = {
             "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
             "original_max_position_embeddings": 4096,
         },
-    }, {"attention_sinks": True, "mixture": {"clamped_swiglu": True}}, only={
+    }, {"heads": {"sinks": True}, "mixture": {"clamped_swiglu": True}}, only={
         "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
-    }),
+    }, scaled_context=True, needs_layer_types=True),
     "smollm3": Family({
         **COMMON, **BIASES, "tie_word_embeddings": True, "no_rope_layers": None, "no_rope_layer_interval": 4,
         "use_sliding_window": False, "sliding_window": None, "layer_types": None,
-    }),
+    }, needs_layer_types=True),
     "seed_oss": Family({**COMMON, **BIASES, "attention_bias": True, "attention_out_bias": False}),
 }  # fmt: skip

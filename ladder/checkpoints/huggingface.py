@@ -24,15 +24,6 @@ HF_NAMES = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of 
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
 }  # fmt: skip
 ROPE_TYPES = "full_attention", "sliding_attention"
-TWO_BASES = "gemma3_text", "olmo3"  # families whose layers with a window have another rope_theta
-SCALED_CONTEXT = (
-    "gemma3_text",
-    "ladder_residual",
-    "deepseek_v2",
-    "deepseek_v3",
-    "instella_moe",
-    "gpt_oss",
-)  # families whose max_position_embeddings counts the extended context
 ROPE_PLACES = "rope_parameters", "rope_scaling"  # which transformers 5 writes, and what model cards tell to add
 SINGLE_ROPE_KEYS = "rope_theta", "partial_rotary_factor"  # that may also stand outside these places
 INTERVALS = {  # {an interval of layers: the list that makes it superfluous}
@@ -206,10 +197,10 @@ def config_from_hf(path):
 def context_from_hf(hf, scaling):
     """Return the context in tokens: with yarn or linear scaling, at least `factor` times the original context.
 
-    Such a scaling is often added without a larger max_position_embeddings, except in SCALED_CONTEXT families.
+    Such a scaling is often added without a larger max_position_embeddings, except in families of a scaled_context.
     """
     context = hf["max_position_embeddings"]
-    if not scaling or hf["model_type"] in SCALED_CONTEXT or scaling.keys() & {"low_freq_factor", "long_factor"}:
+    if not scaling or FAMILIES[hf["model_type"]].scaled_context or scaling.keys() & {"low_freq_factor", "long_factor"}:
         return context
     original = hf[ORIGINAL_CONTEXT] or hf["rope_scaling"].get(ORIGINAL_CONTEXT) or context
     return max(context, int(scaling["factor"] * original))
@@ -220,9 +211,9 @@ def our_values(hf):
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
     family, attention_bias = hf["model_type"], hf.get("attention_bias", False)
     head_dim = hf["head_dim"] or dim // n_heads
-    rotary, scalar = rotary_from_hf(hf, head_dim), hf.get("query_pre_attn_scalar") or head_dim
+    rotary = rotary_from_hf(hf, head_dim)
     context = context_from_hf(hf, rotary["rope_scaling"])
-    windowed = window_layers_from_hf(hf, context)
+    hf = hf | {"context": context, "scaling": rotary["rope_scaling"]}
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
     if hf.get("farskip") and hf["ladder_layers"]:
         raise InputError("config.json has both farskip and ladder_layers, which are two wirings: drop one")
@@ -240,13 +231,10 @@ def our_values(hf):
         **rotary, "tie_embeddings": hf["tie_word_embeddings"],
         "qkv_bias": hf.get("qkv_bias", hf.get("use_qkv_bias", attention_bias)),
         "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),
-        "qk_norm": hf.get("qk_norm", hf.get("use_qk_norm", False)), "activation": activation_from_hf(hf),
+        "activation": activation_from_hf(hf),
         "embedding_scale": dim**0.5 if family.startswith("gemma") else None,
-        "query_scale": (head_dim / scalar) ** 0.5 if scalar != head_dim else None,
-        "score_cap": hf.get("attn_logit_softcapping"), "logit_cap": hf.get("final_logit_softcapping"),
-        "nope_layers": nope_layers_from_hf(hf),
+        "logit_cap": hf.get("final_logit_softcapping"),
         "bos_id": None if hf["bos_token_id"] == -1 else hf["bos_token_id"],
-        "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
         **values, "architecture": architecture,
         **({"wiring": farskip_from_hf(hf)} if hf.get("farskip") else {}),
@@ -267,13 +255,11 @@ def rotary_from_hf(hf, head_dim):
     rope, near, theta = hf["rope_scaling"], hf["near_rope"], hf["rope_theta"]
     part = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     rotary_dim, scaling = int(head_dim * part), rope_scaling_from_hf(hf)
-    theta, near_theta = rope.get("rope_theta", theta), near.get("rope_theta", hf.get("rope_local_base_freq") or theta)
-    two = hf["model_type"] in TWO_BASES and (scaling or theta != near_theta)
     if near.get("rope_type", "default") != "default":
         raise InputError(f"rope_type {near['rope_type']!r} of sliding_attention is not supported, only 'default' is")
     return {
-        "rope_theta": theta, "rope_scaling": scaling, "rotary_dim": rotary_dim if rotary_dim != head_dim else None,
-        "window_rope_theta": near_theta if two else None, "llama4_beta": rope.get("llama_4_scaling_beta"),
+        "rope_theta": rope.get("rope_theta", theta), "rope_scaling": scaling,
+        "rotary_dim": rotary_dim if rotary_dim != head_dim else None,
     }  # fmt: skip
 
 
@@ -299,33 +285,6 @@ def rope_scaling_from_hf(hf):
         raise InputError(f"rope type {kind!r} needs {missing[0]}")
     untruncated = {"truncate": False} if kind == "yarn" and rope.get("truncate") is False else {}
     return {key: scaling[key] for key in ROPE_KEYS[kind]} | untruncated
-
-
-def nope_layers_from_hf(hf):
-    """Return the layers without rotary embeddings: those with a 0 in no_rope_layers, else every interval-th layer."""
-    n_layers = hf["num_hidden_layers"]
-    interval = hf.get("no_rope_layer_interval", n_layers + 1)
-    has_rope = hf.get("no_rope_layers") or [i % interval for i in range(1, n_layers + 1)]
-    if len(has_rope) < n_layers:
-        raise InputError(f"no_rope_layers has {len(has_rope)} entries for {n_layers} layers")
-    return tuple(i for i in range(n_layers) if not has_rope[i])
-
-
-def window_layers_from_hf(hf, context):
-    """Return the layers with a window shorter than the context: by layer_types, else by the family's pattern."""
-    n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
-    if window is None or not hf.get("use_sliding_window", True):
-        return ()
-    if window >= context and hf["model_type"] not in TWO_BASES:
-        return ()
-    if types is None and hf["model_type"] in ("qwen2_moe", "smollm3", "gpt_oss"):  # transformers' two defaults differ
-        raise InputError("a sliding_window needs layer_types in this family")
-    if types is None:
-        first, step = hf.get("max_window_layers", 0), hf.get("sliding_window_pattern", n_layers + 1)
-        return tuple(i for i in range(first, n_layers) if (i + 1) % step)
-    if len(types) != n_layers or not {*types} <= {"full_attention", "sliding_attention"}:
-        raise InputError(f"layer_types must name full_attention or sliding_attention for each of {n_layers} layers")
-    return tuple(i for i in range(n_layers) if types[i] == "sliding_attention")
 
 
 class LlamaWeights:

@@ -6,6 +6,7 @@ import re
 
 import torch
 
+from ladder.architectures.heads import Heads
 from ladder.architectures.latent import Latent
 from ladder.architectures.linear import LinearAttention
 from ladder.architectures.mixture import Mixture
@@ -36,20 +37,22 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
     "qwen3-4b": Config(
-        36, 32, 8, 128, 2560, 9728, 151936, 40960, 1e-6, 1e6, tie_embeddings=True, qk_norm=True,
+        36, 32, 8, 128, 2560, 9728, 151936, 40960, 1e-6, 1e6, tie_embeddings=True,
+        architecture=(Heads(qk_norm=True),),
     ),
     "gemma3-12b": Config(
-        48, 16, 8, 256, 3840, 15360, 262208, 131072, 1e-6, 1e6, {"factor": 8.0}, True, qk_norm=True, norm="rms+1",
-        architecture=(PostNorm(),), activation="gelu_tanh", embedding_scale=3840**0.5, window_rope_theta=1e4,
-        sliding_window=1024,
-        window_layers=tuple(i for i in range(48) if (i + 1) % 6),
+        48, 16, 8, 256, 3840, 15360, 262208, 131072, 1e-6, 1e6, {"factor": 8.0}, True, norm="rms+1",
+        activation="gelu_tanh", embedding_scale=3840**0.5, architecture=(PostNorm(), Heads(
+            qk_norm=True, window_rope_theta=1e4, sliding_window=1024,
+            window_layers=tuple(i for i in range(48) if (i + 1) % 6),
+        )),
     ),
     "phi4-mini": Config(  # without its longrope, whose factors do not change the time of a step
         32, 24, 8, 128, 3072, 8192, 200064, 131072, tie_embeddings=True, rotary_dim=96,
     ),
     "ministral3-8b": Config(
         34, 32, 8, 128, 4096, 14336, 131072, 262144, 1e-5, 1e6, {**YARN, "original_max_position_embeddings": 16384},
-        llama4_beta=0.1,
+        architecture=(Heads(llama4_beta=0.1),),
     ),
     "glm4-9b": Config(  # GLM-4-9B-0414
         40, 32, 2, 128, 4096, 13696, 151552, 32768, rotary_dim=64, architecture=(PostNorm(),), qkv_bias=True,
@@ -60,8 +63,8 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
     "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0),
     "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
     "30b-a3b": Config(  # Qwen3 30B-A3B
-        48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6, qk_norm=True,
-        architecture=(Mixture(128, 8, 768),),
+        48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6,
+        architecture=(Mixture(128, 8, 768), Heads(qk_norm=True)),
     ),
     "mixtral-8x7b": Config(
         32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e-5, 1e6,
@@ -69,14 +72,17 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
     ),
     "instella": Config(  # Instella-MoE 16B-A3B
         27, 16, 16, 128, 2048, 10944, 128896, 32768, 1e-6, 8e6, DEEPSEEK_YARN, rotary_dim=32,
-        query_scale=(0.1 * math.log(40) + 1) ** 2, wiring="farskip",
-        architecture=(Latent(512, 96, 32, 128, gate=True), _deepseek_experts(router="sigmoid", expert_scale=2.5)),
+        wiring="farskip",
+        architecture=(
+            Latent(512, 96, 32, 128, gate=True, query_scale=(0.1 * math.log(40) + 1) ** 2),
+            _deepseek_experts(router="sigmoid", expert_scale=2.5),
+        ),
     ),
     "deepseek-v2-lite": Config(
         27, 16, 16, 192, 2048, 10944, 102400, 163840, 1e-6, 1e4, DEEPSEEK_YARN, rotary_dim=64,
-        query_scale=(0.0707 * math.log(40) + 1) ** 2,
         architecture=(
-            Latent(512, 128, 64, 128), _deepseek_experts(router="softmax in float32", renormalize_experts=False),
+            Latent(512, 128, 64, 128, query_scale=(0.0707 * math.log(40) + 1) ** 2),
+            _deepseek_experts(router="softmax in float32", renormalize_experts=False),
         ),
     ),
     "glm-4.5-air": Config(
@@ -85,17 +91,21 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
     ),
     "gpt-oss-20b": Config(
         24, 64, 8, 64, 2880, 2880, 201088, 131072, 1e-5, 150000.0, GPT_OSS_YARN, qkv_bias=True, wo_bias=True,
-        attention_sinks=True, sliding_window=128, window_layers=tuple(range(0, 24, 2)),
-        architecture=(Mixture(32, 4, 2880, clamped_swiglu=True),),
+        architecture=(
+            Mixture(32, 4, 2880, clamped_swiglu=True),
+            Heads(sinks=True, sliding_window=128, window_layers=tuple(range(0, 24, 2))),
+        ),
     ),
     "qwen3.6-27b": Config(
-        64, 24, 4, 256, 5120, 17408, 248320, 262144, 1e-6, 1e7, rotary_dim=64, norm="rms+1", qk_norm=True,
-        attention_gate=True,
-        architecture=(LinearAttention(tuple(i for i in range(64) if (i + 1) % 4), 16, 48, 128, 128, 4),),
+        64, 24, 4, 256, 5120, 17408, 248320, 262144, 1e-6, 1e7, rotary_dim=64, norm="rms+1",
+        architecture=(
+            LinearAttention(tuple(i for i in range(64) if (i + 1) % 4), 16, 48, 128, 128, 4),
+            Heads(qk_norm=True, gate=True),
+        ),
     ),
     "laneformer-2b": Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
         15, 32, 16, 96, 3072, 12288, 32000, 4096, wiring="laneformer-4/8",
-        sliding_window=512, window_layers=tuple(range(10)),
+        architecture=(Heads(sliding_window=512, window_layers=tuple(range(10))),),
     ),
 }  # fmt: skip
 
@@ -113,7 +123,6 @@ def named_size(text):
     group_size = int(size or 64) if quant == "int4" else None
     n_layers = int(match[2] or config.n_layers)
     changes = {"n_layers": n_layers, "quant": quant or None, "group_size": group_size}
-    changes["window_layers"] = tuple(i for i in config.window_layers if i < n_layers)
     changes["architecture"] = tuple(each.of_first_layers(n_layers) for each in config.architecture)
     return dataclasses.replace(config, **changes)
 

@@ -9,14 +9,14 @@ import pkgutil
 from ladder.architectures import experts
 from ladder.kernels import ordered, quant_kernels, registry
 from ladder.kernels.cpu import experts as cpu_experts
-from ladder.kernels.cpu import latents, stand_ins
+from ladder.kernels.cpu import heads, latents, stand_ins
 
 
 def all_kernels():
     """Return the Kernels of all devices."""
     from ladder.kernels.gpu import split_attention  # late: it imports the compiler
 
-    lists = stand_ins.KERNELS, stand_ins.WITHOUT_CPP, latents.KERNELS, cpu_experts.KERNELS
+    lists = stand_ins.KERNELS, stand_ins.WITHOUT_CPP, latents.KERNELS, heads.KERNELS, cpu_experts.KERNELS
     lists = *lists, ordered.KERNELS, split_attention.KERNELS, experts.GPU_KERNELS, *quant_kernels.KERNELS.values()
     return [kernel for kernels in lists for kernel in kernels]
 

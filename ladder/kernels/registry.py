@@ -356,7 +356,7 @@ def _add_call(calls, namespace, attribute):
     if not inspect.isfunction(function) or not calls[name].is_ours:
         return
     scope = sys.modules[function.__module__]
-    owner = getattr(scope, function.__qualname__.rpartition(".")[0], None)  # the class of a method
+    owner = namespace if inspect.isclass(namespace) else None  # the class of a method, which may be inherited
     with contextlib.suppress(OSError, SyntaxError):  # without a source its digest is unknown, too
         _add_calls_in(calls, syntax_tree(function.__code__), scope, owner)
 
@@ -365,7 +365,11 @@ def _add_calls_in(calls, tree, scope, owner):
     """Add what a function calls. scope: its module. owner: the class of a method, or None."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id == "self" and inspect.isclass(owner) and callable_in_project(vars(owner).get(node.attr)):
+            if (
+                node.value.id == "self"
+                and inspect.isclass(owner)
+                and callable_in_project(inspect.getattr_static(owner, node.attr, None))
+            ):
                 _add_call(calls, owner, node.attr)
             elif getattr(scope, node.value.id, None) is torch.nn.functional:
                 _add_call(calls, torch.nn.functional, node.attr)

@@ -49,8 +49,6 @@ def error(config):
     if s.keys() not in [set(keys) for keys in ROPE_KEYS.values()]:
         forms = "; or ".join(", ".join(keys) for keys in ROPE_KEYS.values())
         return f"rope_scaling has the keys {reprlib.repr([*s])}, not {forms}"
-    if "long_factor" in s and config.window_rope_theta:
-        return "window_rope_theta is not for longrope"
     if s.get("high_freq_factor", 2) <= s.get("low_freq_factor", 1):
         return f"high_freq_factor {s['high_freq_factor']} must be above low_freq_factor {s['low_freq_factor']}"
     for name, value in s.items():

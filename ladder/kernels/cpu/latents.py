@@ -26,7 +26,7 @@ def latent_attention(self, q, kv, metadata, cache):
         or metadata.rope[0].dtype is not torch.float32
     ):
         return None
-    scale = self.scale * (metadata.query_scale or 1.0)  # a number, as read from config.json
+    scale = self.scale * (self.query_scale or 1.0)
     arguments = norm._parameters["weight"], norm.eps, weight[0], X, Y, *metadata.rope, metadata.rows
     return torch.ops.ladder.latent_attention(q, kv, *arguments, metadata.positions, cache[0], metadata.mask, scale)
 

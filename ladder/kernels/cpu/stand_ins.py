@@ -12,7 +12,6 @@ from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.cpu.skinny_gemm import LAYOUT
 from ladder.kernels.quant_linear import DEQUANTIZED_AT_ONCE, PLAIN_FORWARD, PLAIN_STORED, QuantLinear, add_bias
 from ladder.kernels.registry import Kernel, say_once
-from ladder.layers.norms import RMSNorm
 from model import Linear
 
 FEW_POSITIONS = 16  # of a row in a pass; with more, as in a prefill, PyTorch's attention is faster
@@ -119,10 +118,10 @@ def feed_forward(self, x):
     return y if down[2] is None else y + down[2]
 
 
-def attend(q, k, v, mask=None, score_cap=None, sinks=None):
-    """Attend from up to FEW_POSITIONS positions, with a mask and no score_cap."""
+def attend(q, k, v, mask=None, sinks=None):
+    """Attend from up to FEW_POSITIONS positions, with a mask."""
     H = q.shape[-1]
-    if mask is None or q.shape[3] > FEW_POSITIONS or score_cap or H % 64 or not is_bf16(q):
+    if mask is None or q.shape[3] > FEW_POSITIONS or H % 64 or not is_bf16(q):
         return None
     q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache they are views of wqkv's output
     y = torch.ops.ladder.decode_attention(q, k, v, mask, H**-0.5, sinks)
@@ -148,21 +147,22 @@ def attention(self, x, metadata, cache):
 
     Compiled code, which needs no Python between its calls, has `attend` alone.
     """
-    if cache is None or metadata.query_scale is not None or x.dtype is not BF16 or not x.is_cpu:
+    if self._parameters or len(self._modules) != 2:
         return None
-    if self.gates or not self.rotates or self.score_cap or self.head_dim % 64 or self.whole_norm:
+    return attention_step(self, x, metadata, cache, metadata.rope, metadata.mask)
+
+
+def attention_step(self, x, metadata, cache, rope, mask, norms=((), 0.0)):
+    """Compute an attention by one operator, or return None. norms: (weights of q_norm and k_norm or none, eps)."""
+    if cache is None or self.head_dim % 64 or x.dtype is not BF16 or not x.is_cpu:
         return None
-    if self._parameters or self.__dict__["sinks"] is not None or len(self._modules) != 4:
+    if rope[0].dtype is not torch.float32:
         return None
     inputs, outputs = matrix_of(self, "wqkv"), matrix_of(self, "wo")
     if inputs is None or outputs is None:
         return None
     rows = x.shape[0] * x.shape[1]
     if rows > FEW_POSITIONS or rows > most_rows(inputs[1]) or rows > most_rows(outputs[1]):
-        return None
-    norms = norms_of_heads(self)
-    rope, mask = (metadata.window_rope, metadata.window_mask) if self.window else (metadata.rope, metadata.mask)
-    if norms is None or rope[0].dtype is not torch.float32:
         return None
     weight, bits, bias, _, columns = outputs
     heads = columns // self.head_dim
@@ -171,20 +171,6 @@ def attention(self, x, metadata, cache):
         *cache, mask,
     )  # fmt: skip
     return y if bias is None else y + bias
-
-
-def norms_of_heads(attention):
-    """Return (weights of q_norm and k_norm, or none, their eps), or None if they are not RMSNorms of one eps."""
-    q_norm, k_norm = attention._modules["q_norm"], attention._modules["k_norm"]
-    if is_changed(q_norm) or is_changed(k_norm):
-        tell_change(attention, "q_norm" if is_changed(q_norm) else "k_norm")
-        return None
-    if type(q_norm) is nn.Identity and type(k_norm) is nn.Identity:
-        return (), 0.0
-    if type(q_norm) is not RMSNorm or type(k_norm) is not RMSNorm or q_norm.eps != k_norm.eps:
-        return None
-    weights = q_norm._parameters["weight"], k_norm._parameters["weight"]
-    return (weights, q_norm.eps) if weights[0].dtype is weights[1].dtype is BF16 else None
 
 
 # ---- Which stand in for which ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ KEY_BLOCK = 128  # keys in a block, which a row may skip; a multiple of the tile
 
 
 def split_attend(q, k, v, mask, sinks=None):
-    """Return the attention (B, K, G * S, H), with a mask and no score_cap: split the keys of a head, when compiled.
+    """Return the attention (B, K, G * S, H), with a mask: split the keys of a head, when compiled.
 
     PyTorch's own kernels that take a mask give one head to one multiprocessor: for a row of the 8b, 8 of an H200's 132
     would work. flex_attention splits the keys only if it is given blocks of keys: else the whole cache is one block,
@@ -39,14 +39,23 @@ def split_attend(q, k, v, mask, sinks=None):
     return y * share.flatten(2)[..., None].type_as(y)
 
 
-def attend(q, k, v, mask=None, score_cap=None, sinks=None):
+def attend(q, k, v, mask=None, sinks=None):
     """Split the keys of a head in a decode step that is compiled for a GPU."""
     few = q.is_cuda and torch.compiler.is_compiling() and q.shape[3] <= FEW_POSITIONS
-    if not few or mask is None or score_cap or q.shape[-1] % 16:
+    if not few or mask is None or q.shape[-1] % 16:
         return None
     if mask.dtype is not torch.bool or mask.shape[:2] != (q.shape[0], q.shape[3]):
         return None
     return split_attend(q, k, v, mask, sinks).reshape(q.shape)
 
 
-KERNELS = [Kernel("model.attend", attend, "the keys of a head are shared out among multiprocessors")]
+def attend_with_sinks(q, k, v, mask, sinks):
+    """Do what attend does, where each head has one more key, of value 0. sinks (K * G): its scores."""
+    return attend(q, k, v, mask, sinks)
+
+
+ABOUT = "the keys of a head are shared out among multiprocessors"
+KERNELS = [
+    Kernel("model.attend", attend, ABOUT),
+    Kernel("ladder.architectures.heads.attend_with_sinks", attend_with_sinks, ABOUT),
+]
