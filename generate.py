@@ -66,6 +66,7 @@ def load_model(config, folder, dtype, world):
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)
         model = load_weights(config, weights, dtype, world.device, world.rank, world.shares)
+        model.checkpoint = world.contents(folder)
     progress.at("preparation", timed=False)  # for ladder/ranks/watch.py: to wait for slower ranks now is no hang
     if world.device.type == "cpu":
         from ladder.kernels.cpu.loading import use_kernels

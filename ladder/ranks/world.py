@@ -74,6 +74,9 @@ class World:
         folders: {flag: the checkpoint folder that it names, or None}, whose contents are compared too.
         """
 
+    def contents(self, folder):
+        """Return a digest of a checkpoint folder for agree(), or None for a process alone, and without a folder."""
+
     def together(self):
         """Return a context: if one rank raises InputError in it, all ranks do at its end, and none waits for ever."""
         return contextlib.nullcontext()
