@@ -81,8 +81,8 @@ def size_of_group(group_size, count):
 def naive_gptq(t, c):
     s, version = t["scales"], c.get("checkpoint_format", "gptq")
     assert version in ("gptq", "gptq_v2") and s.shape[1] == N
-    tell = [each for each in (c, *c.get("dynamic", {}).values()) if t["qzeros"].shape[1] * 32 == N * each["bits"]]
-    bits = tell[0]["bits"]
+    c = c | c.get("dynamic", {}).get(r"+:.*up_proj", {})
+    bits = c["bits"]
     size = size_of_group(c.get("group_size"), len(s))
     of_words(t["qweight"], K, bits, 0)
     of_words(t["qzeros"], N, bits, 1)
@@ -194,7 +194,7 @@ def a_gptq(bits=4, group=GROUP, order=False, **settings):
 
 
 def a_symmetric_gptq(zero, **settings):
-    t, c = a_gptq(sym=True, **settings)
+    t, c = a_gptq(**{"sym": True, **settings})
     return t | {"qzeros": random_words(K // GROUP, N // 8, bits=zero)}, c
 
 
@@ -266,6 +266,7 @@ def mxfp4():
     return t | {"scales": torch.randint(115, 125, (N, K // 32)).to(torch.uint8)}, {"quant_method": "mxfp4"}
 
 
+SYMMETRIC = {r"-:.*gate_proj": {}, r"+:.*up_proj": {"sym": True}, r"+:.*": {"sym": False}}  # the first match holds
 MATRICES = {  # name: (what makes the tensors and settings, the naive dequantizer)
     "GPTQ 1": (a_gptq, naive_gptq),
     "GPTQ 2": (lambda: a_gptq(checkpoint_format="gptq_v2"), naive_gptq),
@@ -277,6 +278,9 @@ MATRICES = {  # name: (what makes the tensors and settings, the naive dequantize
     "symmetric GPTQ": (lambda: a_symmetric_gptq(0x77777777), naive_gptq),
     "symmetric GPTQ 2 that says 1": (lambda: a_symmetric_gptq(0x88888888), naive_gptq),
     "symmetric GPTQ 1 that says 2": (lambda: a_symmetric_gptq(0x77777777, checkpoint_format="gptq_v2"), naive_gptq),
+    "symmetric GPTQ in some modules": (
+        lambda: a_symmetric_gptq(0x77777777, checkpoint_format="gptq_v2", sym=False, dynamic=SYMMETRIC), naive_gptq
+    ),
     "AWQ": (an_awq, naive_awq),
     "pack-quantized": (a_packed, naive_packed),
     "pack-quantized, asymmetric": (lambda: a_packed(symmetric=False), naive_packed),
@@ -380,3 +384,9 @@ def test_scales_of_a_cache_are_left_out_and_other_names_are_not():
     assert read.names() == ["model.layers.0.self_attn.x_scale", f"{NAME}.weight", f"{NAME}.scales"]
     w = read.read(f"{NAME}.weight").double() * read.read(f"{NAME}.scales").double()
     assert torch.equal(w, torch.tensor(right, dtype=torch.float64))
+
+
+def test_a_quantized_matrix_of_which_dynamic_says_that_it_is_not_is_refused():
+    tensors, settings = a_gptq(dynamic={r"-:.*up_proj": {}})
+    with pytest.raises(InputError, match="up_proj: it is quantized, but quantization_config says"):
+        product(tensors, settings)

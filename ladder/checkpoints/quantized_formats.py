@@ -136,7 +136,7 @@ def errors_of(name):
         raise InputError(f"{name} has no {e.args[0]}") from None
     except OSError as e:
         raise InputError(f"{e.filename}: {e.strerror}") from None
-    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError, struct.error) as e:
+    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError, re.error, struct.error) as e:
         if out_of_memory(e):
             raise
         raise InputError(f"{name}: {first_line(e)}") from None
@@ -144,8 +144,24 @@ def errors_of(name):
 
 # ---- Formats of safetensors folders. parts: {part of a matrix's tensors: a function that returns it} ----
 #
-# settings, the quantization_config, may say different things of different modules. Which of these hold for a matrix is
-# told by its shapes: if none of them fits, or more than one, the matrix is refused.
+# settings, the quantization_config, may say different things of different modules. Which of GPTQ's `dynamic` hold for a
+# matrix is told by its name, which of compressed-tensors' config_groups by its shapes: if none of them fits, or more
+# than one, the matrix is refused.
+
+
+def settings_of(settings, name):
+    """Return the settings of one matrix: GPTQModel's `dynamic` maps patterns of names to what differs there.
+
+    The first pattern that matches the beginning of the name holds. "+:" may stand before it; "-:" says that the matrix
+    is not quantized. Raises InputError if it is.
+    """
+    common = {key: value for key, value in settings.items() if key != "dynamic"}
+    for pattern, own in (settings.get("dynamic") or {}).items():
+        if re.match(re.sub(r"^[+-]:", "", pattern), name):
+            if pattern.startswith("-:"):
+                raise InputError(f"it is quantized, but quantization_config says by {pattern!r} that it is not")
+            return common | own
+    return common
 
 
 def weight_groups(settings):
@@ -155,7 +171,7 @@ def weight_groups(settings):
 
 def places(settings):
     """Return the dicts in settings that say something of all modules, or of some."""
-    return [settings, *(settings.get("dynamic") or {}).values(), *weight_groups(settings)]
+    return [settings, *weight_groups(settings)]
 
 
 def labels(settings, *keys):
@@ -431,7 +447,7 @@ def dequantizing(source, values, path):
         if unread := sorted(parts.keys() - {*read, *ACTIVATIONS}):
             raise InputError(f"{name}.{unread[0]} is not read beside the {', '.join(read)} of {method}")
         with errors_of(name):
-            matrices[name] = make(parts, settings)
+            matrices[name] = make(parts, settings_of(settings, name))
     result = QuantizedWeights(plain, matrices)
     if in_8_bits:
         what = (
