@@ -233,6 +233,24 @@ def test_added_tokens_beyond_the_embedding_are_plain_text(json_folder, tmp_path)
         tokenizer.load_tokenizer(tmp_path, size)
 
 
+def test_as_many_ranks_as_llama_3s_are_another_familys_where_a_file_says_so(tiktoken_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiktoken_ranks, "LLAMA3_RANKS", 263)  # as many as tiktoken_folder has
+    folder = shutil.copytree(tiktoken_folder, tmp_path / "labelled")
+    for name, settings, is_llama in (
+        ("tokenizer_config.json", {"tokenizer_class": "QWenTokenizer"}, False),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
+        ("config.json", {"model_type": "deepseek_v3"}, False),
+        ("config.json", {"model_type": "llama"}, True),
+    ):
+        (folder / name).write_text(json.dumps(settings))
+        if is_llama:
+            assert "<|eot_id|>" in tokenizer.load_tokenizer(folder).special
+            continue
+        [(key, value)] = settings.items()
+        with pytest.raises(InputError, match=f"as Llama 3's, but {name} says {key} '{value}': give a tokenizer.json"):
+            tokenizer.load_tokenizer(folder)
+
+
 def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder, tmp_path):
     """Kimi's splits Han from other letters, and names its own special tokens. Of others neither is known."""
     with pytest.raises(InputError, match="tokenizer.model has 263 ranks, not Llama 3's 128000, nor has it settings"):

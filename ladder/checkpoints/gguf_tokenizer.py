@@ -3,12 +3,10 @@
 import json
 import struct
 
+from ladder.checkpoints.byte_pairs import LLAMA3_PATTERN, QWEN2_PATTERN
 from ladder.checkpoints.tokenizer import CONTROL, UNKNOWN, USER_DEFINED
 from ladder.errors import InputError
 
-WORDS = (  # a pre-tokenizer's pattern, without what follows \\p{N}
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = (  # with what follows a word, and \\p{N}
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s"
@@ -16,9 +14,9 @@ CASED = (  # with what follows a word, and \\p{N}
 )
 SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 SPLITS = {  # tokenizer.ggml.pre: a pattern; or digits one by one, or not, then GPT-2's pattern
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "pixtral"), WORDS % "{1,3}"),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), WORDS % "{1,3}"),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), WORDS % ""),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "pixtral"), LLAMA3_PATTERN),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), LLAMA3_PATTERN),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), QWEN2_PATTERN),
     "tekken": CASED % ("", "", ""), "gpt-4o": CASED % (SUFFIX, SUFFIX, "{1,3}"),
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"), **dict.fromkeys(("gpt-2", "olmo"), ""),
 }  # fmt: skip
@@ -99,7 +97,7 @@ def byte_level(tokens, types, own):
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in ADDED
     ]  # fmt: skip
     return {
-        "version": "1.0", "added_tokens": split_at, "normalizer": {"type": "NFC"} if split == WORDS % "" else None,
+        "version": "1.0", "added_tokens": split_at, "normalizer": {"type": "NFC"} if split == QWEN2_PATTERN else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces}, "decoder": {**level, "use_regex": True},
         "model": {
             "type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": own["merges"],

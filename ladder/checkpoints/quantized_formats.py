@@ -33,6 +33,8 @@ COMPRESSED = {  # {a part that a matrix of compressed-tensors has: the formats i
     "weight_packed": ("pack-quantized",),
     "weight": ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized"),
 }  # fmt: skip
+# what a changed file may lead to, besides KeyError and OSError
+FILE_ERRORS = ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError, re.error, struct.error
 BITSANDBYTES = (
     "is in bitsandbytes' format: dequantize it first, in Python: m = transformers.AutoModelForCausalLM."
     'from_pretrained("SOURCE"); m.dequantize().save_pretrained("DIR")'
@@ -136,7 +138,7 @@ def errors_of(name):
         raise InputError(f"{name} has no {e.args[0]}") from None
     except OSError as e:
         raise InputError(f"{e.filename}: {e.strerror}") from None
-    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError, re.error, struct.error) as e:
+    except FILE_ERRORS as e:
         if out_of_memory(e):
             raise
         raise InputError(f"{name}: {first_line(e)}") from None

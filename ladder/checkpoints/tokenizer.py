@@ -201,8 +201,7 @@ def load_tokenizer(source, vocab_size=None):
         elif re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line):
             from ladder.checkpoints.tiktoken_ranks import TiktokenTokenizer
 
-            settings = folder / SETTINGS_FILES[0] if folder.is_dir() else None
-            kind = functools.partial(TiktokenTokenizer, settings=settings)
+            kind = functools.partial(TiktokenTokenizer, folder=folder if folder.is_dir() else None)
         tokenizer = kind(path)
         if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
             raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
