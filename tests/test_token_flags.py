@@ -198,17 +198,32 @@ def test_ends_of_gguf_are_llama_cpps():
     assert ends("<|end|>", "<|return|>", "<|call|>", eos=1) == [1, 2]  # gpt-oss's, whose <|end|> ends a message
 
 
-def test_user_defined_pieces_of_sentencepiece_are_added_tokens(tmp_path):
-    """As in transformers, and unlike SentencePiece, which puts its space before such a token."""
+def train_user_defined(folder, **options):
     SentencePieceTrainer.train(
         sentence_iterator=iter(["Once upon a time there was a little dog in 2024. "] * 30), vocab_size=SIZE,
-        model_prefix=str(tmp_path / "tokenizer"), model_type="bpe", byte_fallback=True, user_defined_symbols=[MARK],
-        control_symbols=[OTHER], normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        model_prefix=str(folder / "tokenizer"), model_type="bpe", byte_fallback=True, control_symbols=[OTHER],
+        user_defined_symbols=[MARK, "\n\n"], normalization_rule_name="identity", minloglevel=2, **options,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"remove_extra_whitespaces": False}, {"add_dummy_prefix": False}])
+def test_a_bare_sentencepiece_file_is_read_as_by_sentencepiece(options, tmp_path):
+    train_user_defined(tmp_path, **options)
+    path = tmp_path / "tokenizer.model"
+    ours, theirs = load_tokenizer(path), SentencePieceProcessor(model_file=str(path))
+    for text in (text for text in TEXTS if OTHER not in text and "<s>" not in text):
+        ids = theirs.encode(text)
+        assert ours.encode_plain(text) == ids and ours.encode_markup(text) == ids, text
+        assert ours.decode(ids) == theirs.decode(ids), text
+
+
+def test_user_defined_pieces_of_sentencepiece_are_added_tokens(tmp_path):
+    """As in transformers, and unlike SentencePiece, which puts its space before such a token."""
+    train_user_defined(tmp_path, remove_extra_whitespaces=False)
     values = {"tokenizer_class": "LlamaTokenizer", "legacy": True, "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**values, "unk_token": "<unk>"}))
     ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert ours.special.keys() == {"<unk>", "<s>", "</s>", MARK, OTHER}
+    assert ours.special.keys() == {"<unk>", "<s>", "</s>", MARK, OTHER, "\n\n"}
     for text in TEXTS:
         if not re.search("^ |> ", text):
             ids = theirs.encode(text, add_special_tokens=False)

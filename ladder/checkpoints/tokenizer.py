@@ -58,6 +58,12 @@ class Tokenizer:
         """Return the ids of a text that contains names of special tokens, as a chat template writes it; adds no BOS."""
         return self.encode_plain(text, markup=True)
 
+    def add_as_transformers_does(self):
+        """Make added tokens of what transformers splits a text at, and the file's own library does not.
+
+        For files with settings of transformers beside them; without these the library alone says what a text's ids are.
+        """
+
     def chat(self, messages, answer=True, variables=None):
         """Return the ids of a conversation [{"role", "content"}, ...], followed by the start of an answer if `answer`.
 
@@ -135,13 +141,16 @@ class SentencePieceTokenizer(SplittingTokenizer):
         self.vocab_size = self.model.vocab_size()
         kinds = piece_types(path.read_bytes())
         super().__init__({self.model.id_to_piece(i): i for i, kind in kinds.items() if kind != USER_DEFINED})
-        for i, kind in kinds.items():
-            text = self.model.id_to_piece(i)
-            if kind == USER_DEFINED and "\u2581" not in text:  # spaces are left to the model
-                self.add({"content": text, "special": False}, i)
+        self.user_defined = [i for i, kind in kinds.items() if kind == USER_DEFINED]
         ids = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id(), "unk_token": self.model.unk_id()}
         self.template_variables = {name: self.model.id_to_piece(i) for name, i in ids.items() if i >= 0}
         self.prefix = [i for i in [ids["bos_token"]] if i >= 0]
+
+    def add_as_transformers_does(self):
+        for i in self.user_defined:
+            text = self.model.id_to_piece(i)
+            if "\u2581" not in text:  # spaces are left to the model
+                self.add({"content": text, "special": False}, i)
 
     def encode_text(self, text, first):
         if self.spaced and (first or self.legacy):
@@ -208,6 +217,7 @@ def load_tokenizer(source, vocab_size=None):
         if any((folder / name).exists() for name in SETTINGS_FILES):
             from ladder.checkpoints.hf_tokenizer import read_settings
 
+            tokenizer.add_as_transformers_does()
             read_settings(tokenizer, folder, vocab_size)
     return tokenizer
 
