@@ -160,7 +160,9 @@ def test_an_attempt_of_torchrun_does_not_see_what_an_earlier_one_has_left(monkey
     earlier[0].set("ended", "1 1 0")
     assert all(store.ended(each) == 1 for each in earlier)
     name = "attempt of none"
-    for before in shared.get(name), b"0123 2":  # whose rank 1 died before it came, too
+    shared.set("4567 2 answer", "late")
+    # of the second one rank 1 died before it came, too; of the third rank 0 has said so
+    for before in shared.get(name), b"0123 2", b"4567 2":
         shared.set(name, before)
         # rank 1 comes first, and finds that attempt
         calls = [functools.partial(own_keys, shared, 0, sleep=0.1), functools.partial(own_keys, shared, 1)]
