@@ -316,7 +316,9 @@ launch.run(main)
 @pytest.mark.parametrize("variables, words", [
     ({"RANK": ""}, "RANK=''"), ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
     ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"), ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),
-    ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
+    ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x'"), ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK=0 and LOCAL_WORLD_SIZE=0 of 1"),
+    ({"WORLD_SIZE": "1", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 of 1"),
+    ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=0 and LOCAL_WORLD_SIZE=2 of 1 ranks: local ranks are"),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, ".*MASTER_PORT expected, but not set"),
 ])  # fmt: skip
 def test_what_a_launcher_sets_wrongly_is_named(variables, words):

@@ -32,8 +32,17 @@ def say(text):
 
 
 def local_rank_and_size(rank, tp_size):
-    """Return this process's rank on its node and the node's number of ranks, without torchrun as on one node."""
-    return _numbers(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=tp_size)
+    """Return this process's rank on its node and the node's number of ranks, which share its cores, memory and GPUs.
+
+    Where the launcher does not say it, all ranks are taken to be on one node. Raises InputError for what does not fit.
+    """
+    [local] = _numbers(LOCAL_WORLD_SIZE=tp_size)
+    [local_rank] = _numbers(LOCAL_RANK=rank % max(local, 1))
+    largest = tp_size if "WORLD_SIZE" in os.environ else local
+    if not local_rank < local <= largest:
+        words = "local ranks are from 0 to LOCAL_WORLD_SIZE - 1, and that is from 1 to WORLD_SIZE"
+        raise InputError(f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local} of {tp_size} ranks: {words}")
+    return local_rank, local
 
 
 class World:
