@@ -102,8 +102,10 @@ def publish(unfinished, path):
     """Give a complete file or folder its name, once all of it is on the disk."""
     for file in (unfinished, *unfinished.rglob("*")):
         descriptor = os.open(file, os.O_RDONLY)
-        supported(os.fsync, descriptor)  # some cannot do it for folders
-        os.close(descriptor)
+        try:
+            supported(os.fsync, descriptor)  # some cannot do it for folders
+        finally:
+            os.close(descriptor)
     os.replace(unfinished, path)
 
 
