@@ -122,9 +122,11 @@ def test_flags_in_several_places_are_joined_as_in_transformers(own, other, named
     values = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
     ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    # transformers forgets no token that tokenizer.json calls special; from other files it prints such a token, too
+    hides = not (own == {} and other == {"special": False})
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False)
-        assert ours.encode_markup(text) == ids and ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.encode_markup(text) == ids and ours.decode(ids) == theirs.decode(ids, skip_special_tokens=hides)
         assert ours.encode_plain(text) == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
 
 

@@ -59,8 +59,7 @@ class JsonTokenizer(Tokenizer):
         self.special[text] = self.model.token_to_id(text)
         if self.special[text] != i:
             raise InputError(f"{text!r} is {i}, but after tokenizer.json's tokens it is {self.special[text]}")
-        if flags["special"]:
-            self.hidden.add(i)
+        self.hide(i, flags["special"])
 
 
 def read_settings(tokenizer, folder, vocab_size):

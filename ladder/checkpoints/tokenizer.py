@@ -58,6 +58,10 @@ class Tokenizer:
         """Return the ids of a text that contains names of special tokens, as a chat template writes it; adds no BOS."""
         return self.encode_plain(text, markup=True)
 
+    def hide(self, i, is_special):
+        """Leave an added token out of printed text if it is special. The file that says it last holds."""
+        (self.hidden.add if is_special else self.hidden.discard)(i)
+
     def add_as_transformers_does(self):
         """Make added tokens of what transformers splits a text at, and the file's own library does not.
 
@@ -94,7 +98,7 @@ class SplittingTokenizer(Tokenizer):
         i = self.special.setdefault(text, i)
         old = self.flags.get(text, {flag: flag == "special" for flag in FLAGS})
         self.names[i], self.flags[text] = text, {flag: token.get(flag, old[flag]) for flag in FLAGS}
-        (self.hidden.add if self.flags[text]["special"] else self.hidden.discard)(i)
+        self.hide(i, self.flags[text]["special"])
         self.__dict__.pop("splitter", None)
 
     @functools.cached_property
