@@ -189,10 +189,10 @@ def test_an_ordinary_token_that_a_gguf_file_names_for_padding_is_printed(sentenc
     assert ours.template_variables == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": MARK}
 
 
-def test_ends_of_gguf_are_llama_cpps():
+def test_a_gguf_file_ends_texts_at_what_it_names_and_at_known_names():
     def ends(*tokens, **named):
         names = {f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()}
-        return gguf_tokenizer.ends({"tokenizer.ggml.tokens": [*tokens], **names})
+        return gguf_tokenizer.end_token_ids({"tokenizer.ggml.tokens": [*tokens], **names})
 
     assert ends("a", "<|im_end|>", "</s>", eos=2) == [2, 1]
     assert ends("a", "<|eom_id|>", "b", "c", eos=2, eot=3) == [2, 3, 1]
@@ -260,4 +260,4 @@ def test_sentencepiece_has_the_names_that_its_file_has_unless_the_settings_say_o
     ours = load_tokenizer(tmp_path)
     assert ours.template_variables == {"bos_token": MARK, "unk_token": "<unk>"} and ours.prefix == [SIZE]
     write_sentencepiece(tmp_path, sentencepiece_model, token(MARK), bos_token=None)
-    assert load_tokenizer(tmp_path).prefix == [] and load_tokenizer(tmp_path).ends == {"</s>": 2}
+    assert load_tokenizer(tmp_path).prefix == [] and load_tokenizer(tmp_path).end_tokens == {"</s>": 2}

@@ -27,7 +27,7 @@ ADDED = (
     CONTROL,
     USER_DEFINED,
 )  # a text is split at these; at USER_DEFINED in prompts, too, and those are printed
-END_TOKENS = (  # at which llama.cpp ends a text, whatever else a file says
+END_TOKENS = (  # names of tokens that end a text, whatever else a file says; llama.cpp has a list of its own
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>", "<|endoftext|>",
     "<|end_of_text|>", "<|return|>", "<|call|>",
 )  # fmt: skip
@@ -38,8 +38,8 @@ NAMED = {  # {a name in a chat template and in settings: GGUF's, which misspells
 PHI3_KEEPS = "<unk>", "<s>", "<|endoftext|>"  # tokens of Phi-3 after which spaces are kept
 
 
-def ends(values):
-    """Return the ids that end a text, as llama.cpp has them."""
+def end_token_ids(values):
+    """Return the ids that end a text, by what the file names and by END_TOKENS."""
     names = dict.fromkeys(END_TOKENS)
     tokens = [(i, token) for i, token in enumerate(values.get("tokenizer.ggml.tokens", [])) if token in names]
     if {"<|return|>", "<|call|>"} <= {token for _, token in tokens}:  # of these an <|end|> is that of a message
@@ -56,9 +56,8 @@ def write_tokenizer(values, folder):
         return
     types = own.get("token_type", [NORMAL] * len(tokens))
     pairs = zip(tokens, types, strict=True)
-    types = [
-        CONTROL if text in END_TOKENS and kind in (NORMAL, USER_DEFINED) else kind for text, kind in pairs
-    ]  # as llama.cpp
+    # a token that ends a text is not printed, also where the file has it as an ordinary one
+    types = [CONTROL if text in END_TOKENS and kind in (NORMAL, USER_DEFINED) else kind for text, kind in pairs]
     ids = {name: own[key] for name, key in NAMED.items() if own.get(key, -1) in range(len(tokens))}
     # some files name an ordinary token for padding
     settings = {f"{name}_token": tokens[i] for name, i in ids.items() if name in ("bos", "eos") or types[i] in ADDED}

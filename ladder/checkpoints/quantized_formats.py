@@ -187,7 +187,7 @@ def check_label(what, value, allowed):
         raise InputError(f"{what} is {value!r}, but quantization_config says {', '.join(sorted(map(repr, allowed)))}")
 
 
-def numbers(scales):
+def float_scales(scales):
     """Return scales as float32. Those in bytes are exponents of 2 (E8M0, with a bias of 127)."""
     if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
         exponents = scales.view(torch.uint8).float()
@@ -240,7 +240,7 @@ def with_points(kind, parts, stored, q, points, K, bits, settings, symmetric=Fal
     _, size = block_sizes((N, K), (N, G), group_sizes(settings))
 
     def scales():
-        return numbers(stored())
+        return float_scales(stored())
 
     def zeros():
         s, z = scales(), points()
@@ -350,7 +350,7 @@ def scaled(parts, settings, name="weight_scale"):
         return values.reshape(-(-shape[0] // sizes[0]), -1)[row][:, column]
 
     def floats():
-        w, s = parts["weight"]().float(), numbers(parts[name]())
+        w, s = parts["weight"]().float(), float_scales(parts[name]())
         if "weight_zero_point" in parts:
             z = parts["weight_zero_point"]().float()
             if z.shape != s.shape or symmetric and z.any():
@@ -359,7 +359,7 @@ def scaled(parts, settings, name="weight_scale"):
         return w.mul_(spread(s))
 
     def scales():
-        return numbers(parts[name]()).reshape(-1, 1).expand(shape[0], 1)
+        return float_scales(parts[name]()).reshape(-1, 1).expand(shape[0], 1)
 
     if w.dtype != torch.float8_e4m3fn or "weight_zero_point" in parts:
         return Matrix("8 bits with scales", floats)
@@ -382,7 +382,7 @@ def mxfp4(parts, settings):
         blocks, table = parts["blocks"](), torch.tensor([*FP4, *(-x for x in FP4)])
         w = torch.empty(*blocks.shape[:-2], blocks.shape[-2] * 32, dtype=torch.bfloat16)  # which holds them exactly
         for expert, b, s in zip(w, blocks, parts["scales"](), strict=True):
-            expert.copy_((table[unpack(b).int()] * numbers(s)[..., None]).flatten(-2))
+            expert.copy_((table[unpack(b).int()] * float_scales(s)[..., None]).flatten(-2))
         return w
 
     return Matrix("MXFP4", floats)

@@ -50,7 +50,9 @@ class TiktokenTokenizer(SplittingTokenizer):
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
         if len({*ranks.values()}) < len(lines):  # the file was cut within a number; the library would panic
             raise ValueError("two tokens have the same rank")
-        self.n_ranks, self.vocab_size, numbers = len(ranks), len(ranks) + 256, count()
+        self.n_ranks = len(ranks)
+        self.vocab_size = len(ranks) + 256
+        reserved = count()
         labels = read_labels(folder)
         if labels["tokenizer_config.json", "tokenizer_class"] == KIMI_CLASS:
             pattern, self.family_ends = KIMI_PATTERN, ()
@@ -61,7 +63,7 @@ class TiktokenTokenizer(SplittingTokenizer):
                     words = f"has as many ranks as Llama 3's, but {file} says {key} {value!r}: give a tokenizer.json"
                     raise InputError(f"{path} {words}")
             pattern, self.family_ends = LLAMA3_PATTERN, LLAMA3_ENDS
-            names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(numbers)}|>" for i in range(256)]
+            names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(256)]
         else:
             words = f"nor has it settings beside it of the class {KIMI_CLASS}: give a tokenizer.json"
             raise InputError(f"{path} has {len(ranks)} ranks, not Llama 3's {LLAMA3_RANKS}, {words}")
@@ -70,8 +72,8 @@ class TiktokenTokenizer(SplittingTokenizer):
         self.prefix = [self.special[name] for name in names[:1] if self.family_ends]
 
     @property
-    def ends(self):
-        return super().ends | {name: self.special[name] for name in self.family_ends}
+    def end_tokens(self):
+        return super().end_tokens | {name: self.special[name] for name in self.family_ends}
 
     def encode_text(self, text, first):
         return self.model.encode_ordinary(text)

@@ -45,7 +45,7 @@ class Tokenizer:
         return self.prefix + self.encode_plain(text)
 
     @property
-    def ends(self):
+    def end_tokens(self):
         """{text: id} of the token that ends a text: the tokenizer's eos_token."""
         name = self.template_variables.get("eos_token")
         return {name: self.special[name]} if name in self.special else {}

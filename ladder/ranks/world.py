@@ -9,7 +9,7 @@ import torch
 from ladder.errors import InputError, first_line
 
 
-def _numbers(**defaults):
+def _environment_integers(**defaults):
     """Return the whole numbers in variables of the environment. Raises InputError."""
     texts = {name: os.environ.get(name, str(default)) for name, default in defaults.items()}
     if wrong := [f"{name}={text!r}" for name, text in texts.items() if not (text.isascii() and text.isdecimal())]:
@@ -19,7 +19,7 @@ def _numbers(**defaults):
 
 def rank_and_size():
     """Return this process's rank and the number of ranks, as torchrun's environment says. Raises InputError."""
-    rank, tp_size = _numbers(RANK=0, WORLD_SIZE=1)
+    rank, tp_size = _environment_integers(RANK=0, WORLD_SIZE=1)
     if "WORLD_SIZE" in os.environ and rank >= tp_size:
         raise InputError(f"RANK={rank} and WORLD_SIZE={tp_size} in the environment: ranks are from 0 to WORLD_SIZE - 1")
     return rank, tp_size
@@ -36,8 +36,8 @@ def local_rank_and_size(rank, tp_size):
 
     Where the launcher does not say it, all ranks are taken to be on one node. Raises InputError for what does not fit.
     """
-    [local] = _numbers(LOCAL_WORLD_SIZE=tp_size)
-    [local_rank] = _numbers(LOCAL_RANK=rank % max(local, 1))
+    [local] = _environment_integers(LOCAL_WORLD_SIZE=tp_size)
+    [local_rank] = _environment_integers(LOCAL_RANK=rank % max(local, 1))
     largest = tp_size if "WORLD_SIZE" in os.environ else local
     if not local_rank < local <= largest:
         words = "local ranks are from 0 to LOCAL_WORLD_SIZE - 1, and that is from 1 to WORLD_SIZE"
@@ -59,8 +59,8 @@ class World:
 
     def __init__(self, rank, tp_size, device, group=None, shares=None):
         if shares and len(shares) != tp_size:
-            numbers = f"--shares has {len(shares)} numbers, and this run's tp is {tp_size}"
-            raise InputError(f"{numbers}: give one for each rank that torchrun starts")
+            lengths = f"--shares has {len(shares)} numbers, and this run's tp is {tp_size}"
+            raise InputError(f"{lengths}: give one for each rank that torchrun starts")
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
         self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
         self.devices = range(tp_size)
