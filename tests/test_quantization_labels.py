@@ -80,7 +80,7 @@ def size_of_group(group_size, count):
 
 def naive_gptq(t, c):
     s, version = t["scales"], c.get("checkpoint_format", "gptq")
-    assert version in ("gptq", "gptq_v2") and s.shape[1] == N
+    assert version in ("gptq", "gptq_v2") and s.shape[1] == N and s.is_floating_point() and s.itemsize > 1
     c = c | c.get("dynamic", {}).get(r"+:.*up_proj", {})
     bits = c["bits"]
     size = size_of_group(c.get("group_size"), len(s))
@@ -100,6 +100,7 @@ def naive_gptq(t, c):
 
 def naive_awq(t, c):
     s, order = t["scales"], (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is number order[i]
+    assert s.is_floating_point() and s.itemsize > 1
     assert c["version"] == "gemm" and c["bits"] == 4 and s.shape[1] == N and len(t["qweight"]) == K
     size = size_of_group(c["group_size"], len(s))
     for name in "qweight", "qzeros":
@@ -122,6 +123,7 @@ def naive_packed(t, c):
         group["weights"]["num_bits"],
         group.get("format") or c["format"],
     )
+    assert s.is_floating_point() and s.itemsize > 1
     assert form == "pack-quantized" and w["type"] == "int" and t["weight_shape"].tolist() == [N, K]
     of_words(t["weight_packed"], K, bits, 1)
     size = size_of_group(w["group_size"] if w["strategy"] == "group" else -1, s.shape[1])
@@ -165,7 +167,7 @@ def naive_scaled(t, c):
 
 def naive_mxfp4(t, c):
     table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    assert t["blocks"].dtype == torch.uint8 and t["scales"].dtype in (torch.uint8, torch.float8_e8m0fnu)
+    assert t["blocks"].dtype == torch.uint8 and t["scales"].dtype == torch.uint8
     assert t["blocks"].shape == (N, K // 32, 16) and t["scales"].shape == (N, K // 32)
 
     def value(n, k):
@@ -389,4 +391,20 @@ def test_scales_of_a_cache_are_left_out_and_other_names_are_not():
 def test_a_quantized_matrix_of_which_dynamic_says_that_it_is_not_is_refused():
     tensors, settings = a_gptq(dynamic={r"-:.*up_proj": {}})
     with pytest.raises(InputError, match="up_proj: it is quantized, but quantization_config says"):
+        product(tensors, settings)
+
+
+@pytest.mark.parametrize("make, path", [
+    (a_gptq, ()), (lambda: a_gptq(dynamic={"+:.*down_proj": {"bits": 8}}), ("dynamic", "+:.*down_proj")), (mxfp4, ()),
+    (a_packed, ("config_groups", "group_0")), (a_packed, ("config_groups", "group_0", "weights")),
+])  # fmt: skip
+def test_an_unknown_label_is_refused_by_its_name(make, path):
+    tensors, settings = make()
+    place = settings
+    for key in path:
+        place = place[key]
+    place |= {"rotation": None, "scale_factor": False}
+    product(tensors, settings)
+    place["rotation"] = "hadamard"
+    with pytest.raises(InputError, match="quantization_config: rotation 'hadamard' is unknown: drop it if"):
         product(tensors, settings)

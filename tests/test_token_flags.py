@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from ladder.checkpoints import gguf_tokenizer
 from ladder.checkpoints.tokenizer import FLAGS, load_tokenizer
+from ladder.errors import InputError
 
 SIZE = 300
 MARK, OTHER = "<mark>", "<other>"  # MARK has the flags that are tried
@@ -261,3 +262,12 @@ def test_sentencepiece_has_the_names_that_its_file_has_unless_the_settings_say_o
     assert ours.template_variables == {"bos_token": MARK, "unk_token": "<unk>"} and ours.prefix == [SIZE]
     write_sentencepiece(tmp_path, sentencepiece_model, token(MARK), bos_token=None)
     assert load_tokenizer(tmp_path).prefix == [] and load_tokenizer(tmp_path).end_tokens == {"</s>": 2}
+
+
+@pytest.mark.parametrize("key", ["add_eos_token", "split_special_tokens"])
+def test_settings_whose_effect_is_not_computed_are_refused(key, sentencepiece_model, tmp_path):
+    write_sentencepiece(tmp_path, sentencepiece_model, token(MARK), **{key: False})
+    load_tokenizer(tmp_path)
+    write_sentencepiece(tmp_path, sentencepiece_model, token(MARK), **{key: True})
+    with pytest.raises(InputError, match=f"tokenizer_config.json: {key} is not supported, since .*: set it to false$"):
+        load_tokenizer(tmp_path)
