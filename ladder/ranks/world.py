@@ -1,6 +1,7 @@
 """The World of a process: its rank among how many, and its device. Here it is alone; meeting.py has that of several."""
 
 import contextlib
+import math
 import os
 import sys
 
@@ -34,14 +35,16 @@ def say(text):
 def local_rank_and_size(rank, tp_size):
     """Return this process's rank on its node and the node's number of ranks, which share its cores, memory and GPUs.
 
-    Where the launcher does not say it, all ranks are taken to be on one node. Raises InputError for what does not fit.
+    Where the launcher does not say it, all ranks are taken to be on one node. rank, tp_size: of a World, which may be
+    that of this process alone within a run of several ranks. Raises InputError for variables that do not fit.
     """
     [local] = _environment_integers(LOCAL_WORLD_SIZE=tp_size)
     [local_rank] = _environment_integers(LOCAL_RANK=rank % max(local, 1))
-    largest = tp_size if "WORLD_SIZE" in os.environ else local
-    if not local_rank < local <= largest:
+    world_size = rank_and_size()[1] if "WORLD_SIZE" in os.environ else math.inf
+    ranks_here = local if "LOCAL_WORLD_SIZE" in os.environ else world_size
+    if not local_rank < ranks_here <= world_size:
         words = "local ranks are from 0 to LOCAL_WORLD_SIZE - 1, and that is from 1 to WORLD_SIZE"
-        raise InputError(f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local} of {tp_size} ranks: {words}")
+        raise InputError(f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local} of {world_size} ranks: {words}")
     return local_rank, local
 
 
