@@ -44,7 +44,7 @@ def complete(
 
     stream: if True, return an iterator instead, which after each step yields a list of the new text of each prompt.
     draft: None, "ngram", or a smaller model with the same vocabulary, which proposes `proposals` tokens at a time.
-    Raises InputError, also for ranks that do not ask for the same.
+    Raises InputError, also for ranks that do not ask for the same, or give another model.
     """
     asked = {name: value for name, value in locals().items() if name not in ("model", "tokenizer", "prompts", "draft")}
     if tokenizer is None:
@@ -63,7 +63,7 @@ def complete(
 
         progress.at("comparison of the ranks")  # for ladder/ranks/watch.py: one that does not ask keeps the others here
         asked["tokens of the prompts"] = zlib.crc32(str(rows).encode())
-        asked["draft"] = getattr(draft, "config", draft)
+        asked |= {"model": identity(model), "draft": identity(draft)}
         JoinedWorld(*rank_and_size(), device).agree(asked)
     _, slots = fit(max_new_tokens, rows, model.config.max_seq_len)
     cache = make_cache(model, len(rows), slots, in_buckets=compile)  # so that calls of similar lengths share a graph
@@ -75,6 +75,19 @@ def complete(
     generation = Generation(runner, rows, max_new_tokens, sampler, model.config.eos_ids)
     texts = pieces(tokenizer, generation)
     return texts if stream else ["".join(text) for text in zip(*texts, strict=True)]
+
+
+def identity(model):
+    """Return what all ranks of a model have alike, though their shards differ; a draft that is no model as it is.
+
+    That is the contents of the checkpoint that load_model read, dtypes, wiring and config. Edits of weights that were
+    made after loading are not compared.
+    """
+    if not hasattr(model, "config"):
+        return model
+    dtypes = ", ".join(sorted({checkpoint.dtype_name(weight.dtype) for weight in model.parameters()}))
+    config = zlib.crc32(str(model.config).encode())
+    return f"{getattr(model, 'checkpoint', None)}, {dtypes}, {model.config.wiring}, config {config:08x}"
 
 
 def pieces(tokenizer, generation):

@@ -242,7 +242,7 @@ def main(argv=None):
         from ladder.chat.rendering import turn_end  # late: it imports jinja2
 
         # several ids were chosen for this model's turns, of which one may have more messages than one
-        named = tokenizer.ends | (turn_end(tokenizer) if len(config.eos_ids) < 2 else {})
+        named = tokenizer.end_tokens | (turn_end(tokenizer) if len(config.eos_ids) < 2 else {})
         if more := {name: i for name, i in named.items() if i not in config.eos_ids}:
             print(f"a text also ends at {', '.join(more)}, which the tokenizer has and config.json does not name")
             config = dataclasses.replace(config, eos_ids=(*config.eos_ids, *more.values()))

@@ -66,6 +66,7 @@ def load_model(config, folder, dtype, world):
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, weights if folder else None)
         model = load_weights(config, weights, dtype, world.device, world.rank, world.shares)
+        model.checkpoint = world.contents(folder)
     progress.at("preparation", timed=False)  # for ladder/ranks/watch.py: to wait for slower ranks now is no hang
     if world.device.type == "cpu":
         from ladder.kernels.cpu.loading import use_kernels
@@ -251,11 +252,12 @@ class Generation:
         context = runner.model.config.max_seq_len
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
         self.rows = [[] for _ in prompts]  # the new ids of each row, without end-of-sequence
-        self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
+        self.max_lengths = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         rows, slots = cache_size(runner.cache)
-        if len(prompts) != rows or max(self.ends) > slots:
-            needed = f"{len(prompts)} rows of {max(self.ends)} tokens do not fit a cache of {rows} rows, {slots} slots"
-            raise InputError(f"{needed}: make_cache(model, {len(prompts)}, {max(self.ends)}) makes one")
+        longest = max(self.max_lengths)
+        if len(prompts) != rows or longest > slots:
+            needed = f"{len(prompts)} rows of {longest} tokens do not fit a cache of {rows} rows, {slots} slots"
+            raise InputError(f"{needed}: make_cache(model, {len(prompts)}, {longest}) makes one")
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
         self.steps = 0  # of decode
         self.prefill_s = self.decode_s = 0.0  # seconds: to the first tokens; in all later steps
@@ -291,7 +293,7 @@ class Generation:
                     break
                 self.rows[row].append(token)
                 taken[row].append(token)
-                if len(self.sequences[row]) >= self.ends[row]:
+                if len(self.sequences[row]) >= self.max_lengths[row]:
                     self.finish_reasons[row] = "length"
         return taken
 

@@ -33,7 +33,7 @@ def _folders(controller):
                 yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
 
 
-def _numbers(folder, name):
+def _read_limits(folder, name):
     """Return the numbers in a file of a group; "max" is infinite. Raises OSError if there is no such file."""
     return [math.inf if word == "max" else int(word) for word in (folder / name).read_text().split()]
 
@@ -44,7 +44,7 @@ def free_bytes():
     for folder in _folders("memory"):
         for limit, usage in ("max", "current"), ("high", "current"), ("limit_in_bytes", "usage_in_bytes"):
             with contextlib.suppress(OSError, ValueError):
-                [limit], [used] = _numbers(folder, f"memory.{limit}"), _numbers(folder, f"memory.{usage}")
+                [limit], [used] = _read_limits(folder, f"memory.{limit}"), _read_limits(folder, f"memory.{usage}")
                 stat = dict(re.findall(r"(\w+) (\d+)", (folder / "memory.stat").read_text()))
                 cached = (stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
                 free = min(free, max(0, limit - used + sum(map(int, cached))))
@@ -56,10 +56,10 @@ def cpus():
     result = math.inf
     for folder in _folders("cpu"):
         with contextlib.suppress(OSError, ValueError):
-            quota, period = _numbers(folder, "cpu.max")
+            quota, period = _read_limits(folder, "cpu.max")
             result = min(result, quota / period)
         with contextlib.suppress(OSError, ValueError):
-            [quota], [period] = _numbers(folder, "cpu.cfs_quota_us"), _numbers(folder, "cpu.cfs_period_us")
+            [quota], [period] = _read_limits(folder, "cpu.cfs_quota_us"), _read_limits(folder, "cpu.cfs_period_us")
             result = min(result, quota / period if quota > 0 else math.inf)  # -1: no limit
     return result
 

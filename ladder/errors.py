@@ -15,6 +15,10 @@ class StoreLost(Verdict):
     """torchrun's store does not answer."""
 
 
+class ProcessLost(Verdict):
+    """A process that this one has started was ended from outside."""
+
+
 def did_you_mean(given, known):
     """Return the end of a message that refuses a name: the known one that is closest to it, or "" if none is close."""
     return "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(given, known, 1))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ladder import cgroups
+from ladder.ranks.world import local_rank_and_size
 from model import build
 from tp import set_parameter, shard_slices
 
@@ -75,7 +76,7 @@ def warn_of_memory(world, config, dtype, rows, slots):
         needed += GRAPH_BYTES
         here = [world.shares[i] for i, name in enumerate(world.devices) if name == world.devices[world.rank]]
     else:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        _, local = local_rank_and_size(world.rank, world.tp_size)
         here = world.shares[world.rank // local * local :][:local]
     free *= world.shares[world.rank] / sum(here)
     if needed > free:

@@ -47,12 +47,12 @@ def reserved(path):
         folder.mkdir(parents=True, exist_ok=True)
         if os.listdir(folder) and not (folder / "lock").exists():
             raise InputError(f"{folder} is needed to write {path}: give it another name")
-        held = open(folder / "lock", "a")  # noqa: SIM115
-    with held:
+        lock_file = open(folder / "lock", "a")  # noqa: SIM115
+    with lock_file:
         with _errors(path):
             try:
-                lock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not os.fstat(held.fileno()).st_nlink:  # another process has just ended, and removed it
+                lock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.fstat(lock_file.fileno()).st_nlink:  # another process has just ended, and removed it
                     raise BlockingIOError
             except BlockingIOError:
                 raise InputError(f"{path} is being written by another process") from None
@@ -102,8 +102,10 @@ def publish(unfinished, path):
     """Give a complete file or folder its name, once all of it is on the disk."""
     for file in (unfinished, *unfinished.rglob("*")):
         descriptor = os.open(file, os.O_RDONLY)
-        supported(os.fsync, descriptor)  # some cannot do it for folders
-        os.close(descriptor)
+        try:
+            supported(os.fsync, descriptor)  # some cannot do it for folders
+        finally:
+            os.close(descriptor)
     os.replace(unfinished, path)
 
 

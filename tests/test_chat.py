@@ -3,11 +3,13 @@
 import signal
 import subprocess
 
+import pytest
 from test_hostile import refused
 
 from ladder.chat import template as chat_template
-from ladder.chat.rendering import render
+from ladder.chat.rendering import render, turn_end
 from ladder.checkpoints.tokenizer import Tokenizer
+from ladder.errors import ProcessLost
 
 TEMPLATES = {
     "{{ messages.__class__.__mro__ }}": "is unsafe",
@@ -45,15 +47,21 @@ def test_a_process_that_others_end_is_started_again_and_the_conversation_is_not_
     assert render(tokenizer, messages) == "hi"
 
     class Killed(subprocess.Popen):
+        number = signal.SIGKILL
+
         def __init__(self, *args, **more):
             super().__init__(*args, **more)
-            self.kill()
+            self.send_signal(self.number)
             self.wait()
 
     renderer.process.kill()
     monkeypatch.setattr(subprocess, "Popen", Killed)
-    refused(
-        "the process that renders chat templates was ended from outside, twice: SIGKILL", render, tokenizer, messages
-    )
+    words = "the process that renders chat templates was ended from outside, twice:"
+    for call in (lambda: render(tokenizer, messages)), (lambda: turn_end(tokenizer)):
+        with pytest.raises(ProcessLost, match=f"{words} SIGKILL$"):
+            call()
+    Killed.number = signal.SIGRTMIN + 3  # for which Python has no name
+    with pytest.raises(ProcessLost, match=f"{words} signal {signal.SIGRTMIN + 3}$"):
+        render(tokenizer, messages)
     monkeypatch.undo()
     assert renderer.render(tokenizer.template, {"messages": messages}) == ["hi", None]

@@ -175,11 +175,13 @@ def unlike(world, folder, other):
         m.setattr("complete.join", lambda device: world)
         m.setenv("RANK", str(world.rank))
         m.setenv("WORLD_SIZE", str(world.tp_size))
-        net, tokenizer = load(folder)
-        for way in [*ways, {"top_k": 3}, {"top_p": 0.5}, {"draft": "ngram"}, {"proposals": 2}, {"stream": True}]:
-            asked = {"prompts": ["Once", "a"], "max_new_tokens": 6, "temperature": 0} | (way if world.rank else {})
+        (net, tokenizer), (same_config, _), (same_folder, _) = load(folder), load(other), load(folder, dtype="bfloat16")
+        ways += [{"top_k": 3}, {"top_p": 0.5}, {"draft": "ngram"}, {"proposals": 2}, {"stream": True}]
+        for way in [*ways, {"model": same_config}, {"model": same_folder}]:
+            asked = {"model": net, "tokenizer": tokenizer, "prompts": ["Once", "a"], "max_new_tokens": 6}
+            asked |= {"temperature": 0} | (way if world.rank else {})
             try:
-                texts.append(complete(net, tokenizer, **asked))
+                texts.append(complete(**asked))
             except InputError as e:
                 texts.append(str(e))
         for way in {"folder": other}, {"wiring": "ladder"}, {"dtype": "bfloat16"}:
@@ -196,7 +198,7 @@ def test_ranks_of_a_notebook_that_ask_for_something_else_are_told_the_difference
     zero, one = run_ranks(2, unlike, tiny, other)
     assert zero == one and zero[0] == complete(*load(tiny), ["Once", "a"], 6, temperature=0)
     names = "tokens of the prompts", "max_new_tokens", "temperature", "seed", "top_k", "top_p", "draft", "proposals"
-    names = *names, "stream", "contents of --checkpoint", "wiring", "dtype"
+    names = *names, "stream", "model", "model", "contents of --checkpoint", "wiring", "dtype"
     for name, text in zip(names, zero[1:], strict=True):
         assert (
             text.startswith(f"the ranks were not started alike: rank 1 with {name} ") and f"rank 0 with {name}" in text

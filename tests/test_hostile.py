@@ -130,6 +130,14 @@ def test_truncated_weights(tmp_path):
     refused("model.safetensors is missing, truncated", checkpoint.Weights, tmp_path)
 
 
+def test_weights_that_are_cut_after_their_header_was_read(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(9000)}, path)
+    weights = checkpoint.Weights(tmp_path)
+    os.truncate(path, 5000)
+    refused("model.safetensors has changed since its header was read: ", weights.read, "a")
+
+
 def test_a_mistyped_local_folder_is_not_taken_for_a_hub_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "local").mkdir()

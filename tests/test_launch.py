@@ -25,6 +25,7 @@ from ladder.progress import Progress, progress
 from ladder.ranks import ending, meeting, store
 from ladder.ranks.ending import Terminated
 from ladder.ranks.meeting import JoinedWorld
+from ladder.ranks.world import choose_device
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +161,9 @@ def test_an_attempt_of_torchrun_does_not_see_what_an_earlier_one_has_left(monkey
     earlier[0].set("ended", "1 1 0")
     assert all(store.ended(each) == 1 for each in earlier)
     name = "attempt of none"
-    for before in shared.get(name), b"0123 2":  # whose rank 1 died before it came, too
+    shared.set("4567 2 answer", "late")
+    # of the second one rank 1 died before it came, too; of the third rank 0 has said so
+    for before in shared.get(name), b"0123 2", b"4567 2":
         shared.set(name, before)
         # rank 1 comes first, and finds that attempt
         calls = [functools.partial(own_keys, shared, 0, sleep=0.1), functools.partial(own_keys, shared, 1)]
@@ -314,13 +317,24 @@ launch.run(main)
 @pytest.mark.parametrize("variables, words", [
     ({"RANK": ""}, "RANK=''"), ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
     ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"), ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),
-    ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
+    ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x'"), ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK=0 and LOCAL_WORLD_SIZE=0 of"),
+    ({"WORLD_SIZE": "1", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 of 1"),
+    ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=0 and LOCAL_WORLD_SIZE=2 of 1 ranks: local ranks are"),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, ".*MASTER_PORT expected, but not set"),
 ])  # fmt: skip
 def test_what_a_launcher_sets_wrongly_is_named(variables, words):
     unset = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"))
     done = run_source("launch.run(lambda: launch.join('cpu'))", **unset | variables)
     assert done.returncode == 2 and re.match(f"-c: {words}", done.stderr) and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"LOCAL_WORLD_SIZE": "2"}])
+def test_a_model_of_a_rank_alone_is_no_misfit_of_the_launchers_variables(more, monkeypatch):
+    """complete() and a draft choose a device so, in a run of several ranks."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **more}.items():
+        monkeypatch.setenv(name, value)
+    assert str(choose_device("cpu")) == "cpu"
 
 
 def test_a_process_alone_loads_nothing_of_what_several_ranks_take():

@@ -127,7 +127,7 @@ def test_each_line_of_what_surrounds_a_run_has_a_test():
         assert named or line.endswith(" | | |"), line
         for file, words in named:
             source = (ROOT / f"tests/test_{file}.py").read_text()
-            assert re.search(rf"^def test_\w*{words}", source, re.MULTILINE), (file, words)
+            assert len(re.findall(rf"^def test_\w*{words}", source, re.MULTILINE)) == 1, (file, words)
 
 
 def test_the_readmes_example_runs():

@@ -80,9 +80,9 @@ def size_of_group(group_size, count):
 
 def naive_gptq(t, c):
     s, version = t["scales"], c.get("checkpoint_format", "gptq")
-    assert version in ("gptq", "gptq_v2") and s.shape[1] == N
-    tell = [each for each in (c, *c.get("dynamic", {}).values()) if t["qzeros"].shape[1] * 32 == N * each["bits"]]
-    bits = tell[0]["bits"]
+    assert version in ("gptq", "gptq_v2") and s.shape[1] == N and s.is_floating_point() and s.itemsize > 1
+    c = c | c.get("dynamic", {}).get(r"+:.*up_proj", {})
+    bits = c["bits"]
     size = size_of_group(c.get("group_size"), len(s))
     of_words(t["qweight"], K, bits, 0)
     of_words(t["qzeros"], N, bits, 1)
@@ -100,6 +100,7 @@ def naive_gptq(t, c):
 
 def naive_awq(t, c):
     s, order = t["scales"], (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is number order[i]
+    assert s.is_floating_point() and s.itemsize > 1
     assert c["version"] == "gemm" and c["bits"] == 4 and s.shape[1] == N and len(t["qweight"]) == K
     size = size_of_group(c["group_size"], len(s))
     for name in "qweight", "qzeros":
@@ -122,6 +123,7 @@ def naive_packed(t, c):
         group["weights"]["num_bits"],
         group.get("format") or c["format"],
     )
+    assert s.is_floating_point() and s.itemsize > 1
     assert form == "pack-quantized" and w["type"] == "int" and t["weight_shape"].tolist() == [N, K]
     of_words(t["weight_packed"], K, bits, 1)
     size = size_of_group(w["group_size"] if w["strategy"] == "group" else -1, s.shape[1])
@@ -165,7 +167,7 @@ def naive_scaled(t, c):
 
 def naive_mxfp4(t, c):
     table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    assert t["blocks"].dtype == torch.uint8 and t["scales"].dtype in (torch.uint8, torch.float8_e8m0fnu)
+    assert t["blocks"].dtype == torch.uint8 and t["scales"].dtype == torch.uint8
     assert t["blocks"].shape == (N, K // 32, 16) and t["scales"].shape == (N, K // 32)
 
     def value(n, k):
@@ -194,7 +196,7 @@ def a_gptq(bits=4, group=GROUP, order=False, **settings):
 
 
 def a_symmetric_gptq(zero, **settings):
-    t, c = a_gptq(sym=True, **settings)
+    t, c = a_gptq(**{"sym": True, **settings})
     return t | {"qzeros": random_words(K // GROUP, N // 8, bits=zero)}, c
 
 
@@ -266,6 +268,7 @@ def mxfp4():
     return t | {"scales": torch.randint(115, 125, (N, K // 32)).to(torch.uint8)}, {"quant_method": "mxfp4"}
 
 
+SYMMETRIC = {r"-:.*gate_proj": {}, r"+:.*up_proj": {"sym": True}, r"+:.*": {"sym": False}}  # the first match holds
 MATRICES = {  # name: (what makes the tensors and settings, the naive dequantizer)
     "GPTQ 1": (a_gptq, naive_gptq),
     "GPTQ 2": (lambda: a_gptq(checkpoint_format="gptq_v2"), naive_gptq),
@@ -277,6 +280,9 @@ MATRICES = {  # name: (what makes the tensors and settings, the naive dequantize
     "symmetric GPTQ": (lambda: a_symmetric_gptq(0x77777777), naive_gptq),
     "symmetric GPTQ 2 that says 1": (lambda: a_symmetric_gptq(0x88888888), naive_gptq),
     "symmetric GPTQ 1 that says 2": (lambda: a_symmetric_gptq(0x77777777, checkpoint_format="gptq_v2"), naive_gptq),
+    "symmetric GPTQ in some modules": (
+        lambda: a_symmetric_gptq(0x77777777, checkpoint_format="gptq_v2", sym=False, dynamic=SYMMETRIC), naive_gptq
+    ),
     "AWQ": (an_awq, naive_awq),
     "pack-quantized": (a_packed, naive_packed),
     "pack-quantized, asymmetric": (lambda: a_packed(symmetric=False), naive_packed),
@@ -290,6 +296,11 @@ MATRICES = {  # name: (what makes the tensors and settings, the naive dequantize
     "int8": (int8_rows, naive_scaled),
     "asymmetric int8": (lambda: int8_rows(False), naive_scaled),
 }  # fmt: skip
+VARIANTS = (  # of a format whose tensors are changed by another name
+    "GPTQ 2", "GPTQ whose last group is smaller", "symmetric GPTQ", "symmetric GPTQ 2 that says 1",
+    "symmetric GPTQ 1 that says 2", "symmetric GPTQ in some modules", "pack-quantized, 8 bits", "FP8 with one scale",
+    "FP8 in blocks here and in rows there",
+)  # fmt: skip
 VALUES = {  # {a label of a quantization_config: what it may become}
     "quant_method": METHODS, "bits": (2, 3, 4, 8), "num_bits": (2, 4, 8), "group_size": (-1, 32, 48, 64, 128, 192),
     "sym": (True, False), "symmetric": (True, False), "desc_act": (True, False), "zero_point": (True, False),
@@ -350,12 +361,19 @@ def naive(dequantizer, tensors, settings):
         return None
 
 
-@pytest.mark.parametrize("name", MATRICES)
-def test_a_changed_label_changes_the_matrix_or_is_refused(name):
+@pytest.mark.parametrize("name, tensors_too", [
+    *((name, name not in VARIANTS) for name in MATRICES),
+    *(pytest.param(name, True, marks=pytest.mark.slow) for name in VARIANTS),
+])  # fmt: skip
+def test_a_changed_label_changes_the_matrix_or_is_refused(name, tensors_too):
     make, dequantizer = MATRICES[name]
     torch.manual_seed(0)
     computed, refused, wrong = [], [], []
-    for words, tensors, settings in changes(*make()):
+    all_changes = list(changes(*make()))
+    _, _, unchanged = all_changes[0]
+    for words, tensors, settings in all_changes:
+        if not tensors_too and settings is unchanged and words != "nothing":
+            continue
         try:
             ours = product(tensors, settings)
         except InputError as e:
@@ -367,7 +385,7 @@ def test_a_changed_label_changes_the_matrix_or_is_refused(name):
             right is not None and ours.shape == right.shape and (ours - right).abs().max() <= 4e-6 * right.abs().max()
         )
         (computed if fits else wrong).append(words)
-    assert not wrong and "nothing" in computed and len(computed) > 1 and len(refused) > 10
+    assert not wrong and "nothing" in computed and len(computed) > 1 and len(refused) > 10 * tensors_too
 
 
 def test_scales_of_a_cache_are_left_out_and_other_names_are_not():
@@ -380,3 +398,25 @@ def test_scales_of_a_cache_are_left_out_and_other_names_are_not():
     assert read.names() == ["model.layers.0.self_attn.x_scale", f"{NAME}.weight", f"{NAME}.scales"]
     w = read.read(f"{NAME}.weight").double() * read.read(f"{NAME}.scales").double()
     assert torch.equal(w, torch.tensor(right, dtype=torch.float64))
+
+
+def test_a_quantized_matrix_of_which_dynamic_says_that_it_is_not_is_refused():
+    tensors, settings = a_gptq(dynamic={r"-:.*up_proj": {}})
+    with pytest.raises(InputError, match="up_proj: it is quantized, but quantization_config says"):
+        product(tensors, settings)
+
+
+@pytest.mark.parametrize("make, path", [
+    (a_gptq, ()), (lambda: a_gptq(dynamic={"+:.*down_proj": {"bits": 8}}), ("dynamic", "+:.*down_proj")), (mxfp4, ()),
+    (a_packed, ("config_groups", "group_0")), (a_packed, ("config_groups", "group_0", "weights")),
+])  # fmt: skip
+def test_an_unknown_label_is_refused_by_its_name(make, path):
+    tensors, settings = make()
+    place = settings
+    for key in path:
+        place = place[key]
+    place |= {"rotation": None, "scale_factor": False}
+    product(tensors, settings)
+    place["rotation"] = "hadamard"
+    with pytest.raises(InputError, match="quantization_config: rotation 'hadamard' is unknown: drop it if"):
+        product(tensors, settings)

@@ -26,7 +26,7 @@ from test_hostile import refused
 import convert_hf_checkpoint
 from ladder.architectures.heads import Heads
 from ladder.checkpoints import checkpoint, gguf_file, huggingface
-from ladder.checkpoints.tiktoken_ranks import LLAMA3_PATTERN
+from ladder.checkpoints.byte_pairs import LLAMA3_PATTERN
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.errors import InputError
 from ladder.kernels.quant_linear import dequantize, unpack

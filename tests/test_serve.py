@@ -30,6 +30,7 @@ from test_linear_attention import CONFIG as LINEAR
 import tp
 from complete import complete, load
 from generate import Runner
+from ladder.chat import template
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.ranks.world import World
 
@@ -588,6 +589,43 @@ def test_a_client_that_ends_its_own_direction_gets_its_answers(server):
     assert raw(address, request, request).count(b"HTTP/1.1 200 OK") == 2
     assert raw(address, (first, {"Content-Length": "9"}, b"{")) == b""  # incomplete
     assert raw(address) == b""
+
+
+def test_a_client_that_waits_long_is_sent_few_interim_answers():
+    """Go's client of HTTP takes at most five."""
+    sent, calls, ours = [], [], object.__new__(serving.Connection)
+    with socket.socket() as open_socket:
+        ours.scope = {"http_version": "1.1"}
+        ours.cycle = SimpleNamespace(response_complete=False, response_started=False)
+        ours.loop = SimpleNamespace(call_later=lambda seconds, *call: calls.append((seconds, call)))
+        get = {"socket": open_socket}.get
+        # one that listens: the poll of a socket that never was connected reports a hang-up
+        open_socket.bind(("127.0.0.1", 0))
+        open_socket.listen()
+        ours.transport = SimpleNamespace(is_closing=lambda: False, get_extra_info=get, write=sent.append)
+        calls.append((0, (ours.probe,)))
+        now, times = 0, []
+        for _ in range(1000):
+            seconds, (call, *args) = calls.pop()
+            now += seconds
+            before = len(sent)
+            call(*args)
+            times += [now] * (len(sent) - before)
+    assert times == [0, 0.5, 1.5, 3.5, 7.5]
+
+
+def test_a_renderer_that_others_end_is_not_the_clients_fault(monkeypatch, model, caplog):
+    def end(*_):
+        raise ChildProcessError("the process was ended")
+
+    monkeypatch.setattr(template.renderer, "render", end)
+    with loaded_front(monkeypatch, model) as front:
+        monkeypatch.setattr(model[1], "template", "{{ messages }}")
+        ask = {"messages": [{"role": "user", "content": "Hi"}]}
+        response = Server.send(SimpleNamespace(port=front.address[1]), "/v1/chat/completions", ask)
+        error = json.loads(response.read())["error"]
+        assert (response.status, error["type"], error["message"]) == (500, "server_error", "the process was ended")
+    assert "the process was ended" in caplog.text
 
 
 def test_a_client_that_has_gone_is_told_from_one_that_only_ended_its_own_direction(monkeypatch, model):

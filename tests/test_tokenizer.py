@@ -233,6 +233,24 @@ def test_added_tokens_beyond_the_embedding_are_plain_text(json_folder, tmp_path)
         tokenizer.load_tokenizer(tmp_path, size)
 
 
+def test_as_many_ranks_as_llama_3s_are_another_familys_where_a_file_says_so(tiktoken_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiktoken_ranks, "LLAMA3_RANKS", 263)  # as many as tiktoken_folder has
+    folder = shutil.copytree(tiktoken_folder, tmp_path / "labelled")
+    for name, settings, is_llama in (
+        ("tokenizer_config.json", {"tokenizer_class": "QWenTokenizer"}, False),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
+        ("config.json", {"model_type": "deepseek_v3"}, False),
+        ("config.json", {"model_type": "llama"}, True),
+    ):
+        (folder / name).write_text(json.dumps(settings))
+        if is_llama:
+            assert "<|eot_id|>" in tokenizer.load_tokenizer(folder).special
+            continue
+        [(key, value)] = settings.items()
+        with pytest.raises(InputError, match=f"as Llama 3's, but {name} says {key} '{value}': give a tokenizer.json"):
+            tokenizer.load_tokenizer(folder)
+
+
 def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder, tmp_path):
     """Kimi's splits Han from other letters, and names its own special tokens. Of others neither is known."""
     with pytest.raises(InputError, match="tokenizer.model has 263 ranks, not Llama 3's 128000, nor has it settings"):
@@ -254,7 +272,7 @@ def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder, tmp_path):
         ranks[text.encode()] for text in ("\u4e2d\u6587", "English", " don't")
     ]
     assert ours.encode_markup("[BOS]English<|im_end|>") == [n, ranks[b"English"], n + 2]
-    assert ours.decode([n, ranks[b"English"], n + 2, n + 9]) == "English" and ours.ends == {"[EOS]": n + 1}
+    assert ours.decode([n, ranks[b"English"], n + 2, n + 9]) == "English" and ours.end_tokens == {"[EOS]": n + 1}
     assert ours.special.keys() >= {*added.values(), f"<|reserved_token_{n + 3}|>"} and "<|eot_id|>" not in ours.special
     with pytest.raises(InputError, match=f"has {n} ranks"):  # the file alone
         tokenizer.load_tokenizer(tmp_path / "tiktoken.model")
@@ -269,9 +287,9 @@ def test_the_end_is_the_eos_token_and_what_the_template_writes_after_an_answer(j
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "added_tokens_decoder": added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ours = tokenizer.load_tokenizer(tmp_path)
-    assert ours.ends == {"</s>": 1}
+    assert ours.end_tokens == {"</s>": 1}
     assert ours.encode_markup("a</s>")[-1] == 1 and ours.decode([1]) == ""
-    assert tokenizer.load_tokenizer(tiny).ends == {"</s>": 2}
+    assert tokenizer.load_tokenizer(tiny).end_tokens == {"</s>": 2}
     turn = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
     asks = "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
     for template, end in [

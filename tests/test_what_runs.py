@@ -107,7 +107,10 @@ def functions():
 FUNCTIONS = functions()
 
 
-@pytest.mark.parametrize("quant, own", [*((quant, {}) for quant in QUANTS), ("bfloat16", {"heads": {"qk_norm": True}})])
+WHOLE = [pytest.param(quant, {}, marks=[pytest.mark.slow] * (quant == "float32")) for quant in QUANTS]
+
+
+@pytest.mark.parametrize("quant, own", [*WHOLE, ("bfloat16", {"heads": {"qk_norm": True}})])
 def test_each_function_that_is_replaced_runs_as_it_does_without_kernels(quant, own, monkeypatch, capsys):
     """Whether it is called at all says a run of plain functions alone."""
     net = load(quant, **own)
@@ -484,7 +487,10 @@ def test_a_replaced_wait_is_traced_into_compiled_code():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit, name", [("a hook", "w2"), ("a bias", "w2"), ("a LoRA", "wqkv"), ("a new weight", "w1")])
+@pytest.mark.parametrize("edit, name", [
+    ("a hook", "w2"), pytest.param("a bias", "w2", marks=pytest.mark.slow),
+    pytest.param("a LoRA", "wqkv", marks=pytest.mark.slow), ("a new weight", "w1"),
+])  # fmt: skip
 def test_edits_take_effect_in_compiled_code(edit, name):
     net = load()
     check(net, lambda net: [LINEAR_EDITS[edit](parent(net, name, layer), name) for layer in (0, 1)], compile=True)

@@ -208,6 +208,7 @@ def test_without_locks_a_kernel_is_compiled(tmp_path, monkeypatch, capsys):
 def test_a_folder_that_cannot_be_synced_is_written_and_any_other_error_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", unsupported(errno.EINVAL))
     figure(tmp_path / "out")
+    descriptors = os.listdir("/proc/self/fd")
     for module, name in (os, "fsync"), (fcntl, "flock"):
         monkeypatch.setattr(module, name, unsupported(errno.EIO))
         with pytest.raises(InputError, match="^cannot write .*other: .*Input/output error$"):
@@ -215,6 +216,7 @@ def test_a_folder_that_cannot_be_synced_is_written_and_any_other_error_is_one_li
         assert names(tmp_path) == ["other.tmp"] * (name == "flock") + ["out"]
     with pytest.raises(InputError, match="^cannot write .*lines: .*Input/output error$"):
         outputs.append_line(tmp_path / "lines", 1)
+    assert os.listdir("/proc/self/fd") == descriptors
 
 
 # Lines

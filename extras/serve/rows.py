@@ -89,7 +89,7 @@ class Rows(list):
         row.cached_tokens, row.prompt_tokens = (0, [Token(ids[0])]) if row.scores else (row.cached(ids), [])
         row.ids, row.request, row.used = ids[: row.cached_tokens + 1], request, self.passes
         row.sampler = Sampler(**request["sampling"], device=device)
-        row.ends = {*request["stop_token_ids"], *(() if request["ignore_eos"] else self.eos_ids)}
+        row.end_ids = {*request["stop_token_ids"], *(() if request["ignore_eos"] else self.eos_ids)}
         row.seen = None  # whether an id is in the prompt or in the answer, (V,)
         if request["repetition_penalty"] != 1:
             row.seen = torch.zeros(self.runner.model.config.vocab_size, dtype=torch.bool, device=device)
@@ -172,7 +172,7 @@ class Rows(list):
             if i in full:
                 [token] = scored([token.id], full[i][None], row.request["logprobs"])
             row.ids.append(token.id)
-            finish = "stop" if token.id in row.ends else "length" if row.n_new >= row.request["max_tokens"] else None
+            finish = "stop" if token.id in row.end_ids else "length" if row.n_new >= row.request["max_tokens"] else None
             if token.id < 0:
                 finish, row.ids = "error", [0]
                 for tensor in itertools.chain(*self.caches[row.slot]):

@@ -39,12 +39,13 @@ from ladder.checkpoints import checkpoint
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.command_line.job import CHAT_CONTEXT, Job, parse_generation_flags
-from ladder.errors import InputError
+from ladder.errors import InputError, ProcessLost
 from ladder.progress import progress
 from ladder.ranks import ending, launch
 
 MAX_BODY_BYTES = 2**22  # of a request
 DRAIN_SECONDS = 10  # for which requests may go on after SIGTERM
+CONTINUE_AT = 1, 2, 4, 8, 16  # the looks after a client that has only half closed at which it is sent 100 Continue
 HALF_CLOSED_SECONDS = 2  # after which it is asked whether a client that sends nothing more has gone
 IDLE_SECONDS = 10  # after which a connection ends whose client sends nothing
 RESERVED_FILES = 12  # open files of the process that connections may not use up
@@ -79,7 +80,7 @@ class Connection(H11Protocol):
 
     And a client that ends only its own direction gets its answers (RFC 9112 9.6). One that has gone sends the same, but
     resets the connection when something reaches it: until the answer begins, that is 100 Continue, which any client of
-    HTTP/1.1 skips (RFC 9110 15.2).
+    HTTP/1.1 skips (RFC 9110 15.2). Go's takes at most five of them, so these are sent after 0.5, 1, 2 and 4 s more.
     """
 
     def connection_made(self, transport):
@@ -101,8 +102,11 @@ class Connection(H11Protocol):
         self.loop.call_later(HALF_CLOSED_SECONDS, self.probe)
         return True
 
-    def probe(self):
-        """End a connection whose client has gone, or which has answered all; else see to it that a reset would come."""
+    def probe(self, count=1):
+        """End a connection whose client has gone, or which has answered all; else see to it that a reset would come.
+
+        count: how many looks there were, this one included; one follows every 0.5 s.
+        """
         if self.transport.is_closing():
             return
         events = select.poll()
@@ -110,9 +114,10 @@ class Connection(H11Protocol):
         if events.poll(0) or self.cycle.response_complete:
             self.transport.abort() if events.poll(0) else self.transport.close()
             return
-        if not self.cycle.response_started and self.scope["http_version"] == "1.1":
+        waits = not self.cycle.response_started and self.scope["http_version"] == "1.1"
+        if waits and count in CONTINUE_AT:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.loop.call_later(0.5, self.probe)
+        self.loop.call_later(0.5, self.probe, count + 1)
 
 
 class Answer:
@@ -275,6 +280,9 @@ class Front:
             ask = await asyncio.get_running_loop().run_in_executor(thread, parse, *body)
         except InputError as e:
             raise HTTPException(400, str(e)) from None
+        except ProcessLost as e:
+            LOG.error("%s", e)
+            raise HTTPException(500, str(e)) from None
         full = len(self.open) + len(ask["requests"]) > self.max_open
         check(not full, f"{len(self.open)} requests run or wait: try again later", 429)
         answers = [Answer(self, ask, index, request.receive) for index in range(len(ask["requests"]))]

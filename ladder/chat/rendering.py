@@ -1,7 +1,7 @@
 """Renders conversations by a checkpoint's chat template, an untrusted program that template.py runs in isolation."""
 
 from ladder.chat import template
-from ladder.errors import InputError, first_line
+from ladder.errors import InputError, ProcessLost, first_line
 
 ANSWER = "4.7.2"  # a text that no template contains
 
@@ -10,7 +10,7 @@ def render(tokenizer, messages, answer=True, variables=None):
     """Return the text that the chat template makes of a conversation, followed by the start of an answer if `answer`.
 
     variables: {name: value} of further variables that the template reads, such as enable_thinking. Raises InputError if
-    there is no template, or if it fails.
+    there is no template, or if it fails, and ProcessLost if others end the process that renders: nobody's bad input.
     """
     if tokenizer.template is None:
         where = "in the checkpoint's tokenizer_config.json, nor a chat_template.jinja or .json"
@@ -20,7 +20,7 @@ def render(tokenizer, messages, answer=True, variables=None):
     try:
         text, error = template.renderer.render(tokenizer.template, variables)
     except ChildProcessError as e:
-        raise InputError(str(e)) from None
+        raise ProcessLost(str(e)) from None
     if error is not None:
         raise InputError(f"the checkpoint's chat template refuses this conversation: {first_line(error)}")
     return text

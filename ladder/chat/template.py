@@ -49,6 +49,14 @@ def render(template, variables):
     return (text, None) if len(text) <= CHARACTERS else (None, f"its text has {len(text):,} characters")
 
 
+def signal_name(number):
+    """Return a signal's name; Python has none for most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def main(seconds):
     with contextlib.suppress(ValueError):  # systems without this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES * 2**20, MEGABYTES * 2**20))
@@ -86,7 +94,7 @@ class Renderer:
                     code, self.process = self.process.returncode, None
                 if code in LIMITS:
                     return None, f"it takes more than {self.seconds} s or {MEGABYTES} MB"
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        name = signal_name(-code) if code < 0 else f"exit code {code}"
         raise ChildProcessError(f"the process that renders chat templates was ended from outside, twice: {name}")
 
 

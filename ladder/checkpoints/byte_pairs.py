@@ -5,9 +5,10 @@ import json
 from ladder.checkpoints.checkpoint import read_json, read_text
 from ladder.errors import InputError
 
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (  # the pattern of words that many models share, but for what follows \\p{N}: how many digits are a word
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA3_PATTERN, QWEN2_PATTERN = WORDS % "{1,3}", WORDS % ""
 TOKENIZER_CLASSES = {  # {tokenizer_class of transformers: (normalizer, pattern of words; None: GPT-2's)}
     "GPT2Tokenizer": (None, None), "GPTNeoXTokenizer": ("NFC", None), "Qwen2Tokenizer": ("NFC", QWEN2_PATTERN),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from ladder.errors import InputError, first_line
 from ladder.kernels.huge_pages import empty_in_huge_pages
 from ladder.layers.attention_inputs import rope_frequencies
 from ladder.progress import progress
+from ladder.ranks.ending import out_of_memory
 from model import Config
 
 MOST_LAYERS = 1000  # more are refused before they are built
@@ -237,7 +238,12 @@ class Weights:
         if dtype not in STORED_DTYPES:
             raise InputError(f"{path}: tensor {stored} holds {dtype}, which is not supported")
         # The file is mapped anew each time, so that the mapping lives only as long as the tensor.
-        mapping = torch.UntypedStorage.from_file(str(path), False, size)
+        try:
+            mapping = torch.UntypedStorage.from_file(str(path), False, size)
+        except RuntimeError as e:
+            if out_of_memory(e):
+                raise
+            raise InputError(f"{path} has changed since its header was read: {first_line(e)}") from None
         return torch.empty(0, dtype=STORED_DTYPES[dtype]).set_(mapping[start:stop], 0, shape)
 
     def fill(self, target, name, dim=0, ranges=None):

@@ -13,7 +13,7 @@ import torch
 
 from ladder.checkpoints.checkpoint import MOST_LAYERS, refuse_pointer
 from ladder.checkpoints.families import FAMILIES, REQUIRED
-from ladder.checkpoints.gguf_tokenizer import ends, write_tokenizer
+from ladder.checkpoints.gguf_tokenizer import end_token_ids, write_tokenizer
 from ladder.checkpoints.quantized_formats import Matrix, QuantizedWeights, affine, errors_of
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
@@ -275,5 +275,5 @@ def config(values, tensors):
         left -= {"rope.scaling.type", "rope.scaling.attn_factor", "rope.scaling.factor"}
     if left:
         raise InputError(f"{prefix}{min(left)} {given[min(left)]!r} is unknown here")
-    hf["eos_token_id"] = ends(values)
+    hf["eos_token_id"] = end_token_ids(values)
     return {**hf, "bos_token_id": values.get("tokenizer.ggml.bos_token_id"), "rope_scaling": rope or None}

@@ -3,12 +3,10 @@
 import json
 import struct
 
+from ladder.checkpoints.byte_pairs import LLAMA3_PATTERN, QWEN2_PATTERN
 from ladder.checkpoints.tokenizer import CONTROL, UNKNOWN, USER_DEFINED
 from ladder.errors import InputError
 
-WORDS = (  # a pre-tokenizer's pattern, without what follows \\p{N}
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = (  # with what follows a word, and \\p{N}
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s"
@@ -16,9 +14,9 @@ CASED = (  # with what follows a word, and \\p{N}
 )
 SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 SPLITS = {  # tokenizer.ggml.pre: a pattern; or digits one by one, or not, then GPT-2's pattern
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "pixtral"), WORDS % "{1,3}"),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), WORDS % "{1,3}"),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), WORDS % ""),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "pixtral"), LLAMA3_PATTERN),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), LLAMA3_PATTERN),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), QWEN2_PATTERN),
     "tekken": CASED % ("", "", ""), "gpt-4o": CASED % (SUFFIX, SUFFIX, "{1,3}"),
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"), **dict.fromkeys(("gpt-2", "olmo"), ""),
 }  # fmt: skip
@@ -29,7 +27,7 @@ ADDED = (
     CONTROL,
     USER_DEFINED,
 )  # a text is split at these; at USER_DEFINED in prompts, too, and those are printed
-END_TOKENS = (  # at which llama.cpp ends a text, whatever else a file says
+END_TOKENS = (  # names of tokens that end a text, whatever else a file says; llama.cpp has a list of its own
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>", "<|endoftext|>",
     "<|end_of_text|>", "<|return|>", "<|call|>",
 )  # fmt: skip
@@ -40,8 +38,8 @@ NAMED = {  # {a name in a chat template and in settings: GGUF's, which misspells
 PHI3_KEEPS = "<unk>", "<s>", "<|endoftext|>"  # tokens of Phi-3 after which spaces are kept
 
 
-def ends(values):
-    """Return the ids that end a text, as llama.cpp has them."""
+def end_token_ids(values):
+    """Return the ids that end a text, by what the file names and by END_TOKENS."""
     names = dict.fromkeys(END_TOKENS)
     tokens = [(i, token) for i, token in enumerate(values.get("tokenizer.ggml.tokens", [])) if token in names]
     if {"<|return|>", "<|call|>"} <= {token for _, token in tokens}:  # of these an <|end|> is that of a message
@@ -58,9 +56,8 @@ def write_tokenizer(values, folder):
         return
     types = own.get("token_type", [NORMAL] * len(tokens))
     pairs = zip(tokens, types, strict=True)
-    types = [
-        CONTROL if text in END_TOKENS and kind in (NORMAL, USER_DEFINED) else kind for text, kind in pairs
-    ]  # as llama.cpp
+    # a token that ends a text is not printed, also where the file has it as an ordinary one
+    types = [CONTROL if text in END_TOKENS and kind in (NORMAL, USER_DEFINED) else kind for text, kind in pairs]
     ids = {name: own[key] for name, key in NAMED.items() if own.get(key, -1) in range(len(tokens))}
     # some files name an ordinary token for padding
     settings = {f"{name}_token": tokens[i] for name, i in ids.items() if name in ("bos", "eos") or types[i] in ADDED}
@@ -99,7 +96,7 @@ def byte_level(tokens, types, own):
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in ADDED
     ]  # fmt: skip
     return {
-        "version": "1.0", "added_tokens": split_at, "normalizer": {"type": "NFC"} if split == WORDS % "" else None,
+        "version": "1.0", "added_tokens": split_at, "normalizer": {"type": "NFC"} if split == QWEN2_PATTERN else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces}, "decoder": {**level, "use_regex": True},
         "model": {
             "type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": own["merges"],

@@ -9,6 +9,11 @@ from ladder.checkpoints.checkpoint import read_json, read_text
 from ladder.checkpoints.tokenizer import FLAGS, TEMPLATE_FILES, SplittingTokenizer, Tokenizer, library_errors
 from ladder.errors import InputError
 
+REFUSED_SETTINGS = {  # {a key of tokenizer_config.json whose effect is not computed here: what it does}
+    "add_eos_token": "it ends each prompt before the answer",
+    "split_special_tokens": "it makes plain text of a chat template's special tokens",
+}
+
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json, or a vocab.json with merges.txt. Added tokens beyond vocab_size, if given, are left out."""
@@ -59,8 +64,7 @@ class JsonTokenizer(Tokenizer):
         self.special[text] = self.model.token_to_id(text)
         if self.special[text] != i:
             raise InputError(f"{text!r} is {i}, but after tokenizer.json's tokens it is {self.special[text]}")
-        if flags["special"]:
-            self.hidden.add(i)
+        self.hide(i, flags["special"])
 
 
 def read_settings(tokenizer, folder, vocab_size):
@@ -72,6 +76,9 @@ def read_settings(tokenizer, folder, vocab_size):
     settings = read("tokenizer_config.json")
     if settings.get("added_tokens_decoder") is None:  # older folders have two more files instead of this key
         settings |= read("special_tokens_map.json")
+    for key, words in REFUSED_SETTINGS.items():
+        if settings.get(key):
+            raise InputError(f"{folder}/tokenizer_config.json: {key} is not supported, since {words}: set it to false")
     others = [settings.get(key) or [] for key in ("extra_special_tokens", "additional_special_tokens")]
     named = {key: text for key, text in tokenizer.template_variables.items() if key not in settings}
     for each in (settings, *others):  # others: lists, or names of a model's own

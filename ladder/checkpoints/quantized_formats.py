@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 import re
+import reprlib
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -29,9 +30,30 @@ CACHE = r".*\.(([kvq]|kv|prob)_(scale|zero_point)|kv_cache_scaling_factor)"  # n
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # of its 8 integers in a word
 FP4 = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 SCALED = torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz
+EXPONENTS = torch.uint8, torch.float8_e8m0fnu  # dtypes of scales that are exponents of 2
 COMPRESSED = {  # {a part that a matrix of compressed-tensors has: the formats in which it does}
     "weight_packed": ("pack-quantized",),
     "weight": ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized"),
+}  # fmt: skip
+# what a changed file may lead to, besides KeyError and OSError
+FILE_ERRORS = ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError, re.error, struct.error
+KNOWN_KEYS = {  # of a quantization_config: those that are read, and those that change no weight
+    "quant_method", "bits", "w_bit", "num_bits", "group_size", "q_group_size", "sym", "symmetric", "desc_act",
+    "zero_point", "version", "format", "checkpoint_format", "is_marlin_format", "dynamic", "meta", "fmt", "scale_fmt",
+    "scale_dtype", "zp_dtype", "weight_block_size", "block_structure", "strategy", "type", "actorder", "config_groups",
+    "targets", "weights", "input_activations", "output_activations", "kv_cache_scheme", "activation_scheme",
+    "activation_scale_ub", "sparsity_config", "transform_config",  # read here, or told by shapes
+    "ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "lm_head", "modules_in_block_to_quantize",
+    "block_name_to_quantize", "module_name_preceding_first_block", "to_quant_block_names",  # the tensors tell it
+    "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "act_group_aware", "hyb_act",
+    "dataset", "tokenizer", "batch_size", "nsamples", "seqlen", "iters", "lr", "minmax_lr", "low_gpu_mem_usage",
+    "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gradient_accumulate_steps", "amp",
+    "observer", "observer_kwargs", "failsafe",  # how the weights were fitted
+    "model_name_or_path", "model_file_base_name", "quantizer", "autoround_version", "provider", "uuid", "backend",
+    "quantization_status", "global_compression_ratio", "pad_token_id", "model_seqlen", "max_input_length",
+    "cache_block_outputs", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "do_fuse",
+    "fuse_max_seq_len", "modules_to_fuse", "run_compressed", "dequantize", "pack_dtype", "parallel_packing",
+    "offload_to_disk", "offload_to_disk_path",  # where it comes from, and how others run it
 }  # fmt: skip
 BITSANDBYTES = (
     "is in bitsandbytes' format: dequantize it first, in Python: m = transformers.AutoModelForCausalLM."
@@ -136,7 +158,7 @@ def errors_of(name):
         raise InputError(f"{name} has no {e.args[0]}") from None
     except OSError as e:
         raise InputError(f"{e.filename}: {e.strerror}") from None
-    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError, struct.error) as e:
+    except FILE_ERRORS as e:
         if out_of_memory(e):
             raise
         raise InputError(f"{name}: {first_line(e)}") from None
@@ -144,8 +166,35 @@ def errors_of(name):
 
 # ---- Formats of safetensors folders. parts: {part of a matrix's tensors: a function that returns it} ----
 #
-# settings, the quantization_config, may say different things of different modules. Which of these hold for a matrix is
-# told by its shapes: if none of them fits, or more than one, the matrix is refused.
+# settings, the quantization_config, may say different things of different modules. Which of GPTQ's `dynamic` hold for a
+# matrix is told by its name, which of compressed-tensors' config_groups by its shapes: if none of them fits, or more
+# than one, the matrix is refused.
+
+
+def settings_of(settings, name):
+    """Return the settings of one matrix: GPTQModel's `dynamic` maps patterns of names to what differs there.
+
+    The first pattern that matches the beginning of the name holds. "+:" may stand before it; "-:" says that the matrix
+    is not quantized. Raises InputError if it is.
+    """
+    common = {key: value for key, value in settings.items() if key != "dynamic"}
+    for pattern, own in (settings.get("dynamic") or {}).items():
+        if re.match(re.sub(r"^[+-]:", "", pattern), name):
+            if pattern.startswith("-:"):
+                raise InputError(f"it is quantized, but quantization_config says by {pattern!r} that it is not")
+            return common | own
+    return common
+
+
+def check_keys(settings):
+    """Raise InputError for a key that is not known here, unless its value is nothing, False or empty."""
+    groups = [*(settings.get("config_groups") or {}).values()]
+    overrides = [own for own in (settings.get("dynamic") or {}).values() if isinstance(own, dict)]
+    for place in (settings, *overrides, *groups, *weight_groups(settings)):
+        unknown = sorted(key for key in place.keys() - KNOWN_KEYS if place[key])
+        if unknown:
+            value = reprlib.repr(place[unknown[0]])
+            raise InputError(f"{unknown[0]} {value} is unknown: drop it if the values of weights do not depend on it")
 
 
 def weight_groups(settings):
@@ -155,7 +204,7 @@ def weight_groups(settings):
 
 def places(settings):
     """Return the dicts in settings that say something of all modules, or of some."""
-    return [settings, *(settings.get("dynamic") or {}).values(), *weight_groups(settings)]
+    return [settings, *weight_groups(settings)]
 
 
 def labels(settings, *keys):
@@ -169,9 +218,9 @@ def check_label(what, value, allowed):
         raise InputError(f"{what} is {value!r}, but quantization_config says {', '.join(sorted(map(repr, allowed)))}")
 
 
-def numbers(scales):
+def float_scales(scales):
     """Return scales as float32. Those in bytes are exponents of 2 (E8M0, with a bias of 127)."""
-    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+    if scales.dtype in EXPONENTS:
         exponents = scales.view(torch.uint8).float()
         return torch.exp2(exponents - 127).masked_fill_(exponents == 255, math.nan)
     if not scales.is_floating_point() or scales.itemsize == 1:
@@ -218,11 +267,13 @@ def with_points(kind, parts, stored, q, points, K, bits, settings, symmetric=Fal
     symmetric: whether the settings say that all points are in the middle. index: the part that names columns' groups.
     """
     N, G = stored().shape
+    if stored().dtype in EXPONENTS:
+        raise InputError("scales that are exponents of 2 are read in 8-bit formats and MXFP4 alone")
     check_label("the number of bits", bits, labels(settings, "bits", "w_bit", "num_bits"))
     _, size = block_sizes((N, K), (N, G), group_sizes(settings))
 
     def scales():
-        return numbers(stored())
+        return float_scales(stored())
 
     def zeros():
         s, z = scales(), points()
@@ -332,7 +383,7 @@ def scaled(parts, settings, name="weight_scale"):
         return values.reshape(-(-shape[0] // sizes[0]), -1)[row][:, column]
 
     def floats():
-        w, s = parts["weight"]().float(), numbers(parts[name]())
+        w, s = parts["weight"]().float(), float_scales(parts[name]())
         if "weight_zero_point" in parts:
             z = parts["weight_zero_point"]().float()
             if z.shape != s.shape or symmetric and z.any():
@@ -341,7 +392,7 @@ def scaled(parts, settings, name="weight_scale"):
         return w.mul_(spread(s))
 
     def scales():
-        return numbers(parts[name]()).reshape(-1, 1).expand(shape[0], 1)
+        return float_scales(parts[name]()).reshape(-1, 1).expand(shape[0], 1)
 
     if w.dtype != torch.float8_e4m3fn or "weight_zero_point" in parts:
         return Matrix("8 bits with scales", floats)
@@ -352,7 +403,7 @@ def scaled(parts, settings, name="weight_scale"):
 
 def mxfp4(parts, settings):
     """gpt-oss's: blocks (E, N, K / 32, 16) of two numbers in a byte, scales (E, N, K / 32), exponents of 2."""
-    if {parts["blocks"]().dtype, parts["scales"]().dtype} - {torch.uint8, torch.float8_e8m0fnu}:
+    if {parts["blocks"]().dtype, parts["scales"]().dtype} != {torch.uint8}:
         raise InputError("MXFP4 has blocks and scales of bytes")
     shape, of_scales = parts["blocks"]().shape, parts["scales"]().shape
     if shape[-1:] != (16,) or of_scales != shape[:-1]:
@@ -364,7 +415,7 @@ def mxfp4(parts, settings):
         blocks, table = parts["blocks"](), torch.tensor([*FP4, *(-x for x in FP4)])
         w = torch.empty(*blocks.shape[:-2], blocks.shape[-2] * 32, dtype=torch.bfloat16)  # which holds them exactly
         for expert, b, s in zip(w, blocks, parts["scales"](), strict=True):
-            expert.copy_((table[unpack(b).int()] * numbers(s)[..., None]).flatten(-2))
+            expert.copy_((table[unpack(b).int()] * float_scales(s)[..., None]).flatten(-2))
         return w
 
     return Matrix("MXFP4", floats)
@@ -412,6 +463,7 @@ def dequantizing(source, values, path):
         inputs = [group.get("input_activations") for group in (settings.get("config_groups") or {}).values()]
         if (sparsity := (settings.get("sparsity_config") or {}).get("format", "dense")) != "dense":
             raise InputError(f"{path}: sparsity_config {sparsity!r} is not read, only 'dense' is")
+        check_keys(settings)
     keys = "kv_cache_scheme", "activation_scheme", "activation_scale_ub"
     in_8_bits = any((*inputs, *map(settings.get, keys)))
     grouped, plain, matrices = {}, {}, {}
@@ -431,7 +483,7 @@ def dequantizing(source, values, path):
         if unread := sorted(parts.keys() - {*read, *ACTIVATIONS}):
             raise InputError(f"{name}.{unread[0]} is not read beside the {', '.join(read)} of {method}")
         with errors_of(name):
-            matrices[name] = make(parts, settings)
+            matrices[name] = make(parts, settings_of(settings, name))
     result = QuantizedWeights(plain, matrices)
     if in_8_bits:
         what = (

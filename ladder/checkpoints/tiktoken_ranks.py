@@ -3,17 +3,21 @@
 import base64
 from itertools import count
 
+from ladder.checkpoints.byte_pairs import LLAMA3_PATTERN
 from ladder.checkpoints.checkpoint import read_json
 from ladder.checkpoints.tokenizer import SplittingTokenizer
 from ladder.errors import InputError
 
-# The file contains neither the pattern that splits words nor the special tokens. Llama 3's comes alone, and is known by
-# its number of ranks. Kimi's class of transformers stands in the settings beside it, and its special tokens, too.
+# The file contains neither the pattern that splits words nor the special tokens. Llama 3's is known by its number of
+# ranks, unless a file beside it names another family. Kimi's class of transformers stands in the settings beside it,
+# and its special tokens, too.
 LLAMA3_RANKS = 128_000
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
+LLAMA3_LABELS = {  # {(a file beside it, a key): the values that Llama 3's may have there, None: no such key}
+    ("tokenizer_config.json", "tokenizer_class"): (
+        None, "PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast",
+    ),
+    ("config.json", "model_type"): (None, "llama", "mllama", "mllama_text_model", "llamaLadder", "ladder_residual"),
+}  # fmt: skip
 LLAMA3_SPECIAL = {
     0: "<|begin_of_text|>", 1: "<|end_of_text|>", 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>",
     7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>",
@@ -28,22 +32,38 @@ KIMI_PATTERN = (
 )
 
 
+def read_labels(folder):
+    """Return {(file, key): value} of LLAMA3_LABELS' keys in a folder's files; None where there is no such thing."""
+    labels = {}
+    for file, key in LLAMA3_LABELS:
+        exists = folder is not None and (folder / file).exists()
+        labels[file, key] = read_json(folder / file).get(key) if exists else None
+    return labels
+
+
 class TiktokenTokenizer(SplittingTokenizer):
-    def __init__(self, path, settings=None):
-        """settings: the path of a tokenizer_config.json, or None."""
+    def __init__(self, path, folder=None):
+        """folder: of the files that say which family's it is, or None."""
         import tiktoken
 
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
         if len({*ranks.values()}) < len(lines):  # the file was cut within a number; the library would panic
             raise ValueError("two tokens have the same rank")
-        self.n_ranks, self.vocab_size, numbers = len(ranks), len(ranks) + 256, count()
-        if settings and settings.exists() and read_json(settings).get("tokenizer_class") == KIMI_CLASS:
+        self.n_ranks = len(ranks)
+        self.vocab_size = len(ranks) + 256
+        reserved = count()
+        labels = read_labels(folder)
+        if labels["tokenizer_config.json", "tokenizer_class"] == KIMI_CLASS:
             pattern, self.family_ends = KIMI_PATTERN, ()
             names = [f"<|reserved_token_{i}|>" for i in range(len(ranks), self.vocab_size)]
         elif len(ranks) == LLAMA3_RANKS:
+            for (file, key), value in labels.items():
+                if value not in LLAMA3_LABELS[file, key]:
+                    words = f"has as many ranks as Llama 3's, but {file} says {key} {value!r}: give a tokenizer.json"
+                    raise InputError(f"{path} {words}")
             pattern, self.family_ends = LLAMA3_PATTERN, LLAMA3_ENDS
-            names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(numbers)}|>" for i in range(256)]
+            names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(256)]
         else:
             words = f"nor has it settings beside it of the class {KIMI_CLASS}: give a tokenizer.json"
             raise InputError(f"{path} has {len(ranks)} ranks, not Llama 3's {LLAMA3_RANKS}, {words}")
@@ -52,8 +72,8 @@ class TiktokenTokenizer(SplittingTokenizer):
         self.prefix = [self.special[name] for name in names[:1] if self.family_ends]
 
     @property
-    def ends(self):
-        return super().ends | {name: self.special[name] for name in self.family_ends}
+    def end_tokens(self):
+        return super().end_tokens | {name: self.special[name] for name in self.family_ends}
 
     def encode_text(self, text, first):
         return self.model.encode_ordinary(text)

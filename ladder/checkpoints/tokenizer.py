@@ -45,7 +45,7 @@ class Tokenizer:
         return self.prefix + self.encode_plain(text)
 
     @property
-    def ends(self):
+    def end_tokens(self):
         """{text: id} of the token that ends a text: the tokenizer's eos_token."""
         name = self.template_variables.get("eos_token")
         return {name: self.special[name]} if name in self.special else {}
@@ -57,6 +57,16 @@ class Tokenizer:
     def encode_markup(self, text):
         """Return the ids of a text that contains names of special tokens, as a chat template writes it; adds no BOS."""
         return self.encode_plain(text, markup=True)
+
+    def hide(self, i, is_special):
+        """Leave an added token out of printed text if it is special. The file that says it last holds."""
+        (self.hidden.add if is_special else self.hidden.discard)(i)
+
+    def add_as_transformers_does(self):
+        """Make added tokens of what transformers splits a text at, and the file's own library does not.
+
+        For files with settings of transformers beside them; without these the library alone says what a text's ids are.
+        """
 
     def chat(self, messages, answer=True, variables=None):
         """Return the ids of a conversation [{"role", "content"}, ...], followed by the start of an answer if `answer`.
@@ -88,7 +98,7 @@ class SplittingTokenizer(Tokenizer):
         i = self.special.setdefault(text, i)
         old = self.flags.get(text, {flag: flag == "special" for flag in FLAGS})
         self.names[i], self.flags[text] = text, {flag: token.get(flag, old[flag]) for flag in FLAGS}
-        (self.hidden.add if self.flags[text]["special"] else self.hidden.discard)(i)
+        self.hide(i, self.flags[text]["special"])
         self.__dict__.pop("splitter", None)
 
     @functools.cached_property
@@ -135,13 +145,16 @@ class SentencePieceTokenizer(SplittingTokenizer):
         self.vocab_size = self.model.vocab_size()
         kinds = piece_types(path.read_bytes())
         super().__init__({self.model.id_to_piece(i): i for i, kind in kinds.items() if kind != USER_DEFINED})
-        for i, kind in kinds.items():
-            text = self.model.id_to_piece(i)
-            if kind == USER_DEFINED and "\u2581" not in text:  # spaces are left to the model
-                self.add({"content": text, "special": False}, i)
+        self.user_defined = [i for i, kind in kinds.items() if kind == USER_DEFINED]
         ids = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id(), "unk_token": self.model.unk_id()}
         self.template_variables = {name: self.model.id_to_piece(i) for name, i in ids.items() if i >= 0}
         self.prefix = [i for i in [ids["bos_token"]] if i >= 0]
+
+    def add_as_transformers_does(self):
+        for i in self.user_defined:
+            text = self.model.id_to_piece(i)
+            if "\u2581" not in text:  # spaces are left to the model
+                self.add({"content": text, "special": False}, i)
 
     def encode_text(self, text, first):
         if self.spaced and (first or self.legacy):
@@ -201,14 +214,14 @@ def load_tokenizer(source, vocab_size=None):
         elif re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line):
             from ladder.checkpoints.tiktoken_ranks import TiktokenTokenizer
 
-            settings = folder / SETTINGS_FILES[0] if folder.is_dir() else None
-            kind = functools.partial(TiktokenTokenizer, settings=settings)
+            kind = functools.partial(TiktokenTokenizer, folder=folder if folder.is_dir() else None)
         tokenizer = kind(path)
         if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
             raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
         if any((folder / name).exists() for name in SETTINGS_FILES):
             from ladder.checkpoints.hf_tokenizer import read_settings
 
+            tokenizer.add_as_transformers_does()
             read_settings(tokenizer, folder, vocab_size)
     return tokenizer
 

@@ -99,15 +99,15 @@ class Sampler:
             from ladder.decoding import top_k_top_p
 
             return top_k_top_p.begin(self, logits, comm)
-        numbers, first_id, vocab_size = comm.local_logits(logits if self.greedy else logits.float())
-        sections = numbers.unflatten(-1, (N_SECTIONS, -1))
+        local_logits, first_id, vocab_size = comm.local_logits(logits if self.greedy else logits.float())
+        sections = local_logits.unflatten(-1, (N_SECTIONS, -1))
         section_max, section_argmax = sections.max(-1)
         top, section = section_max.max(-1)
         score = (top + 0 * sections.amin(-1).amin(-1)).double()  # 0 * -inf is NaN: finite only if all logits are
         if self.greedy:
             token = section * sections.shape[-1] + section_argmax.gather(-1, section[..., None])[..., 0]
         else:
-            weights = (numbers - top[..., None]).div_(self.temperature).exp_()
+            weights = (local_logits - top[..., None]).div_(self.temperature).exp_()
             lead, token = self.race(weights, first_id, vocab_size)
             score = (score[:, None] / self.temperature)[:, 0] + lead.log()  # weights are relative to the top
 

@@ -86,8 +86,8 @@ class Lanes(nn.Module):
             lane_cache = cache and cache[i * layers : (i + 1) * layers]
             loops.append(lane.split_loops(tokens, positions, lane_cache, cache_length, last_index, splits))
         xs = interleave(chain.from_iterable(zip(*loops, strict=True)))  # ordered by part of the sequence, then by lane
-        ends = [torch.cat(xs[i::n], dim=1) for i in range(n)]
-        return torch.cat([lane.head(x, last_index) for lane, x in zip(self.lanes, ends, strict=True)], dim=-1)
+        hidden_states = [torch.cat(xs[i::n], dim=1) for i in range(n)]
+        return torch.cat([lane.head(x, last_index) for lane, x in zip(self.lanes, hidden_states, strict=True)], dim=-1)
 
     def new_cache(self, batch, length):
         """Return the caches of all lanes, one lane's layers after another's."""

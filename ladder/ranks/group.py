@@ -5,12 +5,12 @@ import itertools
 import torch
 import torch.distributed as dist
 
-_numbers = itertools.count()
+_name_counter = itertools.count()
 
 
 def new_name(kind):
     """Return a name for a process group that no other group of this process has."""
-    return f"{kind}-{next(_numbers)}"
+    return f"{kind}-{next(_name_counter)}"
 
 
 class Group(dist.ProcessGroup):

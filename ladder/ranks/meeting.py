@@ -28,8 +28,11 @@ class JoinedWorld(World):
     def gather(self, value):
         return store.gather(value, self.rank, self.tp_size)
 
+    def contents(self, folder):
+        return folder and digest(folder)
+
     def agree(self, values, **folders):
-        values |= {f"contents of --{flag}": folder and digest(folder) for flag, folder in folders.items()}
+        values |= {f"contents of --{flag}": self.contents(folder) for flag, folder in folders.items()}
         dicts = self.gather({name: str(value) for name, value in values.items()})
         dicts = [{name: str(value) for name, value in (one or {}).items()} for one in dicts]
         unlike = [name for name in collections.ChainMap(*dicts) if len({one.get(name) for one in dicts}) > 1]

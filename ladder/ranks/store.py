@@ -89,7 +89,9 @@ def own_keys(store, rank, tp_size):
         elif store.check([name]) and (text := store.get(name).decode(errors="replace")) != newest:
             newest, start = text, time.monotonic()
             fits = newest.endswith(f" {tp_size}")
-            own = fits and store.compare_set(f"{newest} place {rank}", "", token) == token.encode()
+            # an earlier attempt may have been given up since this rank's predecessor did not start: its place is free
+            given_up = torchrun and store.check([f"{newest} answer"])
+            own = fits and not given_up and store.compare_set(f"{newest} place {rank}", "", token) == token.encode()
             if not own and not torchrun:
                 raise InputError(f"rank {rank} of {tp_size} found another run at {where()}: give each run its own port")
             attempt = newest if own else ""  # torchrun's earlier attempt: rank 0 is about to name another one

@@ -1,6 +1,7 @@
 """The World of a process: its rank among how many, and its device. Here it is alone; meeting.py has that of several."""
 
 import contextlib
+import math
 import os
 import sys
 
@@ -9,7 +10,7 @@ import torch
 from ladder.errors import InputError, first_line
 
 
-def _numbers(**defaults):
+def _environment_integers(**defaults):
     """Return the whole numbers in variables of the environment. Raises InputError."""
     texts = {name: os.environ.get(name, str(default)) for name, default in defaults.items()}
     if wrong := [f"{name}={text!r}" for name, text in texts.items() if not (text.isascii() and text.isdecimal())]:
@@ -19,7 +20,7 @@ def _numbers(**defaults):
 
 def rank_and_size():
     """Return this process's rank and the number of ranks, as torchrun's environment says. Raises InputError."""
-    rank, tp_size = _numbers(RANK=0, WORLD_SIZE=1)
+    rank, tp_size = _environment_integers(RANK=0, WORLD_SIZE=1)
     if "WORLD_SIZE" in os.environ and rank >= tp_size:
         raise InputError(f"RANK={rank} and WORLD_SIZE={tp_size} in the environment: ranks are from 0 to WORLD_SIZE - 1")
     return rank, tp_size
@@ -32,8 +33,19 @@ def say(text):
 
 
 def local_rank_and_size(rank, tp_size):
-    """Return this process's rank on its node and the node's number of ranks, without torchrun as on one node."""
-    return _numbers(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=tp_size)
+    """Return this process's rank on its node and the node's number of ranks, which share its cores, memory and GPUs.
+
+    Where the launcher does not say it, all ranks are taken to be on one node. rank, tp_size: of a World, which may be
+    that of this process alone within a run of several ranks. Raises InputError for variables that do not fit.
+    """
+    [local] = _environment_integers(LOCAL_WORLD_SIZE=tp_size)
+    [local_rank] = _environment_integers(LOCAL_RANK=rank % max(local, 1))
+    world_size = rank_and_size()[1] if "WORLD_SIZE" in os.environ else math.inf
+    ranks_here = local if "LOCAL_WORLD_SIZE" in os.environ else world_size
+    if not local_rank < ranks_here <= world_size:
+        words = "local ranks are from 0 to LOCAL_WORLD_SIZE - 1, and that is from 1 to WORLD_SIZE"
+        raise InputError(f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local} of {world_size} ranks: {words}")
+    return local_rank, local
 
 
 class World:
@@ -50,8 +62,8 @@ class World:
 
     def __init__(self, rank, tp_size, device, group=None, shares=None):
         if shares and len(shares) != tp_size:
-            numbers = f"--shares has {len(shares)} numbers, and this run's tp is {tp_size}"
-            raise InputError(f"{numbers}: give one for each rank that torchrun starts")
+            lengths = f"--shares has {len(shares)} numbers, and this run's tp is {tp_size}"
+            raise InputError(f"{lengths}: give one for each rank that torchrun starts")
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
         self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
         self.devices = range(tp_size)
@@ -73,6 +85,9 @@ class World:
 
         folders: {flag: the checkpoint folder that it names, or None}, whose contents are compared too.
         """
+
+    def contents(self, folder):
+        """Return a digest of a checkpoint folder for agree(), or None for a process alone, and without a folder."""
 
     def together(self):
         """Return a context: if one rank raises InputError in it, all ranks do at its end, and none waits for ever."""
