@@ -111,7 +111,9 @@ class Mixture(Architecture):
     @classmethod
     def from_hf(cls, hf):
         if "n_routed_experts" in hf:
-            return deepseek_from_hf(hf), {}
+            from ladder.architectures import farskip  # late: it imports this file
+
+            return deepseek_from_hf(hf), {"wiring": farskip.wiring_from_hf(hf)} if hf.get("farskip") else {}
         n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # as transformers 5 writes it
         if not n_experts:
             return None

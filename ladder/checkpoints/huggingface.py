@@ -61,16 +61,6 @@ def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
     return name if ladder_layers in (n_layers, list(range(n_layers))) else wiring_name(name, ladder_layers)
 
 
-def farskip_from_hf(hf):
-    """Return the text of the wiring that farskip, its range of layers and its two restrictions make."""
-    n_layers, only = hf["num_hidden_layers"], (hf["attn_only_farskip"], hf["mlp_only_farskip"])
-    layers = range(math.ceil(hf["farskip_start_idx"]), min(math.floor(hf["farskip_end_idx"]), n_layers - 1) + 1)
-    if all(only) or not layers:  # AMD's code takes both together for neither sublayer being early
-        return "standard"
-    name = "farskip-attention" if only[0] else "farskip-mlp" if only[1] else "farskip"
-    return name if len(layers) == n_layers else wiring_name(name, layers)
-
-
 def text_values(values):
     """Return the values of the language model in a config.json that also describes towers for pictures.
 
@@ -215,8 +205,6 @@ def our_values(hf):
     context = context_from_hf(hf, rotary["rope_scaling"])
     hf = hf | {"context": context, "scaling": rotary["rope_scaling"]}
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
-    if hf.get("farskip") and hf["ladder_layers"]:
-        raise InputError("config.json has both farskip and ladder_layers, which are two wirings: drop one")
     values, architecture = {**FAMILIES[family].values}, {}
     for name, kind in all_architectures().items():
         of_family = values.pop(name, None)  # settings that the family has in any case
@@ -237,7 +225,6 @@ def our_values(hf):
         "bos_id": None if hf["bos_token_id"] == -1 else hf["bos_token_id"],
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
         **values, "architecture": architecture,
-        **({"wiring": farskip_from_hf(hf)} if hf.get("farskip") else {}),
     }  # fmt: skip
 
 
