@@ -358,6 +358,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("mode, flags, kept, ranks", [
     ("int8", [], (), 1),
+    ("int8", ["--group-size", "32", "--keep", "w1"], ("w1",), 2),
     ("int4", ["--group-size", "128", "--keep", "lm_head,w1"], ("output", "w1"), 2),
 ])  # fmt: skip
 def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsys, monkeypatch):
