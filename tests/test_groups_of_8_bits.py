@@ -223,6 +223,16 @@ def test_a_shard_whose_groups_are_too_small_for_the_kernel_computes_the_same():
     assert linear.layout is None and (linear(x).double() - exact).norm() < 0.01 * exact.norm()
 
 
+def test_pytorchs_kernel_for_a_scale_per_row_stands_back():
+    linear = quant_linear.QuantLinear((24, 64), "int8", 32)
+    for name, tensor in zip(quant_linear.STORED, in_groups(24, 64, 32, dtype=torch.bfloat16), strict=True):
+        setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
+    assert quant_linear.multiply_int8(linear, numbers(3, 64)) is None
+    rows = quant_linear.QuantLinear((24, 64), "int8", None)
+    rows.load_state_dict({"weight": linear.weight, "scales": linear.scales[:, :1]})
+    assert quant_linear.multiply_int8(rows, numbers(3, 64)) is not None
+
+
 def test_random_weights_of_a_size_have_the_deviation_of_its_floats():
     config = dataclasses.replace(helpers.BASE, head_dim=16, dim=64, intermediate_size=96, quant="int8", group_size=32)
     net = generate.load_model(config, None, "float32", World(0, 1, torch.device("cpu")))
