@@ -354,13 +354,14 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
         assert (logits[row] - expected).abs().mean() < 1.2 * (eager[row] - expected).abs().mean()
 
 
-COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied", "int8", "biased", "kept")]
+COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied", "int8", "biased", "kept", "several")]
 
 
 @pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
 def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
     monkeypatch.setattr(skinny_gemm, "SKINNY_INT_ROWS", 8)  # more in prefill, fewer in decode
-    config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
+    n_layers = 1 if compile and name != "several" else 3  # which lists matrices of all three
+    config = dataclasses.replace(CASES[name], n_layers=n_layers)
     net, counts = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
     layouts = {m.layout.multiply for m in net.modules() if type(m) is quant_linear.QuantLinear}
     kept = [m for m in net.modules() if type(m) is Linear]
