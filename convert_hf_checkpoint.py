@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import ladder.openmp  # noqa: F401 (before torch loads)
@@ -24,16 +25,16 @@ from ladder.checkpoints.checkpoint import dtype_name, read_json
 from ladder.checkpoints.compare import TOKENIZER_FILES
 from ladder.checkpoints.huggingface import LlamaWeights, config_from_hf, group, hf_names
 from ladder.checkpoints.llama2c import Llama2cWeights
-from ladder.checkpoints.quantized_formats import QuantizedWeights, dequantizing
+from ladder.checkpoints.quantized_formats import FORM, QuantizedWeights, dequantizing
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
-from ladder.kernels.quant_linear import dequantize, nearest
+from ladder.kernels.quant_linear import dequantize, eight_bits, nearest
 from ladder.ranks import launch
 from ladder.ranks.ending import out_of_memory
 from model import build
 
-QUANTIZED = (  # what int4 and fp8 are of
+QUANTIZED = (  # what integers and fp8 are of
     "tok_embeddings", "wqkv", "wqkvz", "wq", "wq_a", "wq_b", "wkv_a", "wgate", "wo", "wout", "w1", "w3", "w2", "output",
 )  # fmt: skip
 
@@ -104,17 +105,45 @@ def download(repository, revision=None):
         raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None
 
 
-def keep_quantized(config, available, quant, group_size):
-    """Return the config with `quant` for the kinds of matrices, such as w2, whose scales are there in every layer."""
-    stays = {}
+def keep_quantized(config, available, quant):
+    """Return the config with those kinds of matrices, such as w2, quantized that the source has so in every layer.
+
+    available: the source's names, quant: what they can stay, as QuantizedWeights has both. Where matrices have several
+    forms, the config lists those with 8 bits, by their kind if all of it are alike.
+    """
+    named = (name.rpartition(".") for name in available)
+    integers = {stem: tuple(map(int, form.groups())) for stem, _, part in named if (form := FORM.fullmatch(part))}
+    kinds = {}  # {kind: {path of a matrix: (bits, columns of a group), or None if it is floats}}
     for name in writing.shapes(config):
-        module, _, tensor = name.rpartition(".")
-        kind = module.rpartition(".")[2]
+        path, _, tensor = name.rpartition(".")
+        kind = path.rpartition(".")[2]
         if tensor == "weight" and kind in QUANTIZED:
-            stays[kind] = stays.get(kind, True) and available.issuperset(hf_names(f"{module}.scales", config))
-    floats = tuple(kind for kind in stays if not stays[kind])
-    changes = {"quant": quant, "group_size": group_size, "not_quantized": floats}
-    return dataclasses.replace(config, **changes) if len(floats) < len(stays) else config
+            stems = [name.removesuffix(".weight") for name in hf_names(name, config)]
+            forms = [integers.get(stem) for stem in stems]
+            form = None
+            if quant == "fp8" and available.issuperset(f"{stem}.scales" for stem in stems):
+                form = 8, None
+            elif None not in forms:  # those of queries, keys and values become one
+                form = max(bits for bits, _ in forms), math.gcd(*(columns for _, columns in forms))
+            kinds.setdefault(kind, {})[path] = form
+    floats = tuple(kind for kind, forms in kinds.items() if None in forms.values())
+    kinds = {kind: forms for kind, forms in kinds.items() if kind not in floats}
+    if not kinds:
+        return config
+    forms = [form for paths in kinds.values() for form in paths.values()]
+    in_four = [columns for bits, columns in forms if bits == 4]
+    if quant == "fp8":
+        return dataclasses.replace(config, quant="fp8", not_quantized=floats)
+    usual = (4, math.gcd(*in_four)) if in_four else Counter(forms).most_common(1)[0][0]
+    listed = []
+    for kind, paths in kinds.items():
+        others = {path: form for path, form in paths.items() if form[0] == 8 and form != usual}
+        if len(others) == len(paths) and len({*others.values()}) == 1:
+            others = {kind: next(iter(others.values()))}
+        listed += [f"{name}:{columns}" for name, (_, columns) in others.items()]
+    return dataclasses.replace(
+        config, quant=f"int{usual[0]}", group_size=usual[1], not_quantized=floats, int8=tuple(listed)
+    )
 
 
 def convert(source, config, folder, dtype, shard_bytes):
@@ -124,7 +153,8 @@ def convert(source, config, folder, dtype, shard_bytes):
     changed, squares of all)] of the matrices that became e4m3 here. Raises InputError for tensors that are missing, of
     another shape than the config says, not finite, or not part of the model.
     """
-    available, parameters = set(source.names()), dict(build(config).named_parameters())
+    available = {name for name in source.names() if not FORM.fullmatch(name.rpartition(".")[2])}
+    parameters = dict(build(config).named_parameters())
     shapes, dequantized, squares = {name: tuple(w.shape) for name, w in parameters.items()}, [], []
     scales = {name for name in shapes if name.endswith((".scales", ".zeros"))}
     dtypes = {n: w.dtype if n in scales or w.itemsize == 1 else dtype for n, w in parameters.items()}
@@ -167,7 +197,10 @@ def convert(source, config, folder, dtype, shard_bytes):
             tensors = [source.read(n) for n in sources[name]]
             if f"{stem}.scales" not in shapes or len({tensor.dtype for tensor in tensors}) > 1:
                 tensors = [floats(n) for n in sources[name]]
+            elif name in scales:  # of larger groups, which become several
+                tensors = [tensor.repeat_interleave(shapes[name][-1] // tensor.shape[-1], -1) for tensor in tensors]
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
+            tensor = rounding.pack(tensor) if dtypes[name] == torch.uint8 else tensor
         except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
             if out_of_memory(e):
                 raise
@@ -179,8 +212,8 @@ def convert(source, config, folder, dtype, shard_bytes):
             w, (tensor, row_scales) = tensor, rounding.to_e4m3(tensor, read(f"{stem}.scales"))
             error = dequantize(tensor, row_scales.float()) - w
             squares.append((error.square().sum().item(), w.square().sum().item()))
-        is_int4 = name in scales and f"{stem}.zeros" in scales
-        tensor = tensor.to(scales_dtype(stem) if is_int4 else dtypes[name])
+        is_of_groups = name in scales and f"{stem}.zeros" in scales
+        tensor = tensor.to(scales_dtype(stem) if is_of_groups else dtypes[name])
         check_finite(names, tensor)
         return tensor
 
@@ -207,7 +240,7 @@ def main(argv=None):
     p = flags.Parser(__doc__)
     formats = "a Hugging Face folder, a hub id, a .gguf file, or a llama2.c .bin file"
     p.add_argument("source", metavar="SOURCE", help=formats)
-    p.add_argument("--to-float", action="store_true", help="dequantize what could stay int4 or fp8, to retrain it")
+    p.add_argument("--to-float", action="store_true", help="dequantize what could stay integers or fp8, to retrain it")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
     flags.add_output_flags(p, "checkpoints/1b")
@@ -222,7 +255,7 @@ def main(argv=None):
     weights, own, folder = open_source(args.source, args.revision, with_tokenizer=not args.tokenizer)
     quantized = getattr(weights, "quantized", None)
     if quantized and quantized.quant and not args.to_float:
-        own = keep_quantized(own, set(weights.names()), quantized.quant, quantized.group_size)
+        own = keep_quantized(own, set(weights.names()), quantized.quant)
     config = flags.with_wiring(own, args)
     check_lanes(config)
     flags.warn_of_wiring(own, config, (1,))
@@ -260,7 +293,10 @@ def main(argv=None):
         change = math.sqrt(sum(error for error, _ in squares) / (sum(size for _, size in squares) or 1))
         what = f"{len(squares)} matrices of e4m3 in blocks"
         print(f"{what} got a scale for each row, which changed them by {change:.1%} (root mean square)")
-    form = f", int4 in groups of {config.group_size}" if config.quant == "int4" else ", fp8" if config.quant else ""
+    form = f", {config.quant}" if config.quant else ""
+    form += f" in groups of {config.group_size}" if config.group_size else ""
+    others = dict.fromkeys(name.rpartition(".")[2] for name in eight_bits(config))
+    form += f", other groups of 8 bits in {', '.join(others)}" if others else ""
     size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}{form}"
     print(f"wrote {args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 

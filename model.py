@@ -55,9 +55,9 @@ class Config:
     wiring: str = "standard"  # a text such as ladder:16; see ladder/wiring_text.py
     # quantization
     quant: str | None = None  # "int8", "int4", "fp8" or None
-    group_size: int | None = None  # how many columns of int4 share a scale
+    group_size: int | None = None  # how many columns share a scale: of int4, of int8 in groups
     not_quantized: tuple[str, ...] = ()  # names of matrices that stay floats
-    int8: tuple[str, ...] = ()  # names of matrices that have 8 bits although quant is int4
+    int8: tuple[str, ...] = ()  # matrices that have 8 bits in another form: quant_linear.eight_bits
     # small differences between families
     qkv_bias: bool = False
     wo_bias: bool = False

@@ -1,6 +1,7 @@
 """Write a checkpoint's matrices in 8 or 4 bits; ladder/kernels/quant_linear.py says how these are stored.
 
 python quantize.py --checkpoint DIR --mode int8 --out DIR2
+python quantize.py --checkpoint DIR --mode int8 --group-size 32 --out DIR2
 python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep output --out DIR2
 
 With int4, the errors of a matrix make up for one another where its inputs are alike (ladder/checkpoints/rounding.py).
@@ -157,8 +158,11 @@ def quantized(weights, config, tokens=None):
         # a bar for each matrix, since an embedding table may take half of the time; only on a terminal
         for i in tqdm(range(0, len(w), step), path, leave=False, delay=1, disable=None):
             piece = w[i : i + step].float()
-            quick = rounding.to_e4m3 if config.quant == "fp8" else rounding.to_int8
-            results = rounding.to_int4(piece, config.group_size, dtype) if len(names) == 3 else quick(piece)
+            if len(names) == 3:
+                in_groups = rounding.to_int4 if tensors[names[0]].dtype == torch.uint8 else rounding.to_int8_in_groups
+                results = in_groups(piece, w.shape[1] // tensors[names[1]].shape[-1], dtype)
+            else:
+                results = (rounding.to_e4m3 if config.quant == "fp8" else rounding.to_int8)(piece)
             check_finite(f"{path}.weight", w[i : i + step], *results)
             for tensor, result in zip(tensors.values(), results, strict=True):
                 tensor.flatten(0, -2)[i : i + step] = result
@@ -184,7 +188,8 @@ def main(argv=None):
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
     words = "4 bits cost quality; fp8 is for Ada, Hopper and Blackwell GPUs, and costs more than int8"
     p.add_argument("--mode", required=True, choices=("int8", "int4", "fp8"), help=words)
-    p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
+    sizes = "columns of a scale. int4: 32, 64 (default) or 128; int8: 16, 32, 64 or 128, default: the whole row"
+    p.add_argument("--group-size", type=int, metavar="N", help=sizes)
     p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. output,tok_embeddings")
     text = "int4: a text like what the model will read; default: one that it writes; none: no text, for less memory"
     p.add_argument("--text", metavar="FILE", help=text)

@@ -149,7 +149,7 @@ def neuron_range(config, neurons, rank, shares):
         groups = f" in groups of {unit}" if unit > 1 else ""
         raise InputError(f"{len(shares)} ranks or lanes cannot shard {neurons} neurons{groups}: use 1 to {units}")
     if config.fixed_lanes and unit > 1 and units % config.fixed_lanes:
-        why = f"{config.fixed_lanes} lanes cut groups of int4 at no multiple of {unit} columns of w2"
+        why = f"{config.fixed_lanes} lanes cut groups of columns at no multiple of {unit} columns of w2"
         raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
     start, stop = split_range(units, rank, shares, "parts of the MLP")
     return start * unit, stop * unit
@@ -158,11 +158,11 @@ def neuron_range(config, neurons, rank, shares):
 def neuron_unit(config, neurons, shares):
     """Return how many neurons stay together on a rank: the unit in which ranks share out an MLP.
 
-    Without int4 it is 1, or 8 for experts, or 16 for fp8, whose kernel wants that. With int4 it is a group of w2's
+    Without groups it is 1, or 8 for experts, or 16 for fp8, whose kernel wants that. With them it is a group of w2's
     columns, which share a scale, or 128 columns if every rank then gets 8 of these units or more, since PyTorch's
     kernel on a GPU wants 128. If the smallest share would get no unit, units are halved, down to 8 columns, the
     least that the kernels for CPUs take. Weights made for lanes are always cut at multiples of 8, as they are
-    without int4.
+    without groups.
     """
     if not config.group_size or "w2" in (*config.not_quantized, *config.int8):
         if config.quant == "fp8" and neurons % 16 == 0 and neurons // 16 >= sum(shares) / min(shares):
@@ -193,7 +193,7 @@ class ShardSlice(NamedTuple):
     dim: int = 0
     ranges: list | None = None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
     columns_per_element: int = 1  # columns of the matrix: 2 for a byte of int4, group_size for one of its scales
-    as_stored: bool = False  # keep the stored dtype, float16 or bfloat16: int4's scales in a model of bfloat16
+    as_stored: bool = False  # keep the stored dtype, float16 or bfloat16: scales of groups in a model of bfloat16
     zeros: bool = False  # zeros instead of the tensor: a bias that rank 0 alone adds
 
 
@@ -221,7 +221,7 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
     path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
     owner = name if path.endswith(".attention") else path  # an attention may have parameters of its own
     dim, ranges = plan.get(plan_key(owner), (0, None))
-    as_stored = whole.dtype == torch.float16 and dtype == torch.bfloat16  # only int4's scales and zeros are float16
+    as_stored = whole.dtype == torch.float16 and dtype == torch.bfloat16  # only scales and zeros of groups are float16
     dtype = dtype if whole.itemsize > 1 else whole.dtype
     if model.config.stays_float32(name):
         dtype = torch.float32
@@ -239,8 +239,8 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
 def stored_length(start, stop, columns_per_element):
     """Return how many stored elements cover columns `start` to `stop` of a matrix.
 
-    A bound that cuts a group of int4 makes all groups smaller (quant_linear.regroup): columns 0 to 96 with scales for
-    groups of 64 need 3 scales for groups of 32.
+    A bound that cuts a group makes all groups smaller (quant_linear.regroup): columns 0 to 96 with scales for groups of
+    64 need 3 scales for groups of 32.
     """
     return (stop - start) // math.gcd(columns_per_element, start, stop)
 

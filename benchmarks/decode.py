@@ -10,6 +10,7 @@ head of its own. A result is an engine in a case: median, quartiles, the run's b
 
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -234,7 +235,10 @@ def measure(args):
         for name, seconds in times.items():
             low, median, high = (1e3 * s for s in quartiles(seconds))
             line = {**made, "engine": name, "kind": kind, "n": n, "ms": median, "quartiles_ms": [low, high]}
+            if args.gguf:
+                line["gguf_bytes"] = os.path.getsize(args.gguf)
             if n_bytes := steps[name][1]:  # round by round: a shared machine's bandwidth varies
+                line["step_bytes"] = n_bytes
                 line["mbu"] = statistics.median(n_bytes / s / b for s, b in zip(seconds, bandwidth, strict=True))
             yield line
 

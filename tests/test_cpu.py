@@ -113,11 +113,11 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
         x = numbers(M, K).double()
         x = (x * 90 / (x @ w1.T).abs().amax(1, keepdim=True)).bfloat16()
         x[1:2] = 0
-        y = torch.ops.ladder.feed_forward(x, *packed, N, K, bits)
+        y = torch.ops.ladder.feed_forward(x, *packed, N, K, [bits] * 3)
         exact = (F.silu(x.double() @ w1.T) * (x.double() @ w3.T)) @ w2.T
         assert y.shape == (M, K) and y.dtype == torch.bfloat16
         assert ((y.double() - exact).norm(dim=1) <= 0.01 * exact.norm(dim=1)).all(), M
-    torch.library.opcheck(torch.ops.ladder.feed_forward.default, (x.T.contiguous().T, *packed, N, K, bits))
+    torch.library.opcheck(torch.ops.ladder.feed_forward.default, (x.T.contiguous().T, *packed, N, K, [bits] * 3))
 
 
 @pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
@@ -171,7 +171,8 @@ MISFITS = [
     ("skinny_gemm_int", zeros(3, 64), packed(1, 0, 5), 16, 64, 4),
     ("skinny_gemm_int", zeros(3, 0), packed(1, 1, 1), 16, 0, 8),
     ("many_rows_int", zeros(3, 64), packed(1, 4, 4), 16, 64, 4),
-    ("feed_forward", zeros(3, 64), INT4, packed(1, 4, 3), packed(4, 1, 3), 16, 64, 4),
+    ("feed_forward", zeros(3, 64), INT4, packed(1, 4, 4), packed(4, 1, 3), 16, 64, [4] * 3),
+    ("feed_forward", zeros(3, 64), INT4, INT4, packed(4, 1, 3), 16, 64, [4] * 2),
     ("skinny_gemm_experts", zeros(3, 8), IDS + 4, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3, []),
     ("skinny_gemm_experts", zeros(3, 8), IDS - 1, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3, []),
     ("skinny_gemm_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT[0], 8, 8, [16] * 3, []),
@@ -360,19 +361,19 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
         assert (logits[row] - expected).abs().mean() < 1.2 * (eager[row] - expected).abs().mean()
 
 
-COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied", "int8", "biased", "kept")]
+COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied", "int8", "biased", "kept", "several")]
 
 
 @pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
 def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
     monkeypatch.setattr(skinny_gemm, "SKINNY_INT_ROWS", 8)  # more in prefill, fewer in decode
-    config = change(CASES[name], n_layers=1 if compile else 3)
+    n_layers = 1 if compile and name != "several" else 3  # which lists matrices of all three
+    config = change(CASES[name], n_layers=n_layers)
     net, counts = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
-    layouts = {m.layout for m in net.modules() if type(m) is quant_linear.QuantLinear}
+    layouts = {m.layout.multiply for m in net.modules() if type(m) is quant_linear.QuantLinear}
     kept = [m for m in net.modules() if type(m) is Linear]
-    assert layouts == {skinny_gemm.LAYOUT} and bool(kept) == bool(config.not_quantized)
-    alike = not {"w1", "w2"} & {*config.not_quantized, *config.int8}
-    assert bool(counts["model.FeedForward.forward"]) == (not config.mlp_bias and alike and config.activation == "silu")
+    assert layouts == {skinny_gemm.multiply} and bool(kept) == bool(config.not_quantized)
+    assert bool(counts["model.FeedForward.forward"]) == (not config.mlp_bias and config.activation == "silu")
 
 
 def test_attention_in_a_window_without_a_cache():

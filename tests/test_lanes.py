@@ -41,7 +41,7 @@ def test_lanes_have_the_same_neurons_in_int4():
         expected = (1, [(88 * lane, 88 * (lane + 1))])
         assert all(tp.shard_plan(config, lane, (1,) * 4)["w2"] == expected for config in (int4, plain))
     with pytest.raises(
-        InputError, match="3 lanes cut groups of int4 at no multiple of 8 columns of w2: keep w2 as it is"
+        InputError, match="3 lanes cut groups of columns at no multiple of 8 columns of w2: keep w2 as it is"
     ):
         tp.shard_plan(dataclasses.replace(int4, wiring="spd/3"), 0, (1,) * 3)
 

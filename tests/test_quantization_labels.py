@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_quantized_files import int32
 
-from ladder.checkpoints.quantized_formats import METHODS, dequantizing
+from ladder.checkpoints.quantized_formats import FORM, METHODS, dequantizing
 from ladder.errors import InputError
 from ladder.kernels.quant_linear import dequantize
 
@@ -35,13 +35,13 @@ class Source:
 def product(tensors, settings):
     """Return the matrix as the converter has it, in float64. Raises InputError."""
     source = dequantizing(Source(tensors), {"quantization_config": settings}, "config.json")
-    names = source.names()
+    names = [name for name in source.names() if not FORM.fullmatch(name.rpartition(".")[2])]
     if extra := [name for name in names if name.rpartition(".")[2] not in ("weight", "scales", "zeros")]:
         raise InputError(f"{extra[0]} is no part of such a model")  # as the converter says
     w = source.read(f"{NAME}.weight")
-    if source.quant == "int4":
+    if source.quant == "integers":
         scales, zeros = (source.read(f"{NAME}.{part}") for part in ("scales", "zeros"))
-        if w.shape != (N, K // 2) or len(scales) != N:
+        if w.shape != (N, K) or len(scales) != N:
             raise InputError("another shape than the config's")  # as the converter says, too
         w = dequantize(w, scales, zeros)
     elif source.quant == "fp8" and w.itemsize == 1:

@@ -47,6 +47,8 @@ KEPT = change(INT4, intermediate_size=172, not_quantized=("output", "w2"))  # 17
 BIASED = change(INT4, n_kv_heads=8, qkv_bias=True, wo_bias=True, mlp_bias=True, heads={"qk_norm": True})
 TIED = change(INT4, tie_embeddings=True)
 MIXED = change(TIED, int8=("tok_embeddings", "w1"))
+GROUPS = change(INT8, group_size=16, qkv_bias=True, int8=("w1:32", "layers.1.feed_forward.w2:32"))
+SEVERAL = change(TIED, int8=("tok_embeddings:32", "w3", "layers.1.attention.wqkv:16", "layers.2.feed_forward.w2:16"))
 TABLE = change(INT8, tie_embeddings=True, not_quantized=("tok_embeddings",))
 NARROW = change(INT4, intermediate_size=64)  # two groups, for up to four ranks
 GEMMA_INT8, OLMO_INT4 = (change(c, **{**family, "rope_scaling": None}) for c, family in ((INT8, GEMMA), (INT4, OLMO)))
@@ -61,6 +63,8 @@ CASES |= {
     "tied": TIED,
     "table": TABLE,
     "narrow": NARROW,
+    "groups": GROUPS,
+    "several": SEVERAL,
 }
 
 
@@ -78,7 +82,11 @@ def quantized_state(config):
 @functools.cache
 def _quantized_state(config):
     read = quantize.quantized(exact_weights(config), config)
-    return {name: read(name) for name in writing.shapes(config)}
+    state = {name: read(name) for name in writing.shapes(config)}
+    for name in [name for name in state if name.endswith(".zeros")]:  # those of 8 bits would be 0
+        scales, q = (state[name.replace("zeros", part)] for part in ("scales", "weight"))
+        state[name] = state[name] if q.dtype == torch.uint8 else 3 * scales
+    return state
 
 
 def dequantized_state(config, state):
@@ -91,7 +99,7 @@ def dequantized_state(config, state):
         if last != "weight" or f"{path}.scales" not in state:
             continue
         q, scales, zeros = tensor, state[f"{path}.scales"], state.get(f"{path}.zeros")
-        if zeros is not None:  # the even column in the lower half
+        if q.dtype == torch.uint8:  # the even column in the lower half
             q = torch.stack([q[:, k // 2] >> 4 * (k % 2) & 15 for k in range(2 * q.shape[1])], 1)
         group = [k * scales.shape[1] // q.shape[1] for k in range(q.shape[1])]
         w = q.double() * scales.double()[:, group]
@@ -346,6 +354,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("mode, flags, kept, ranks", [
     ("int8", [], (), 1),
+    ("int8", ["--group-size", "32", "--keep", "w1"], ("w1",), 2),
     ("int4", ["--group-size", "128", "--keep", "lm_head,w1"], ("output", "w1"), 2),
 ])  # fmt: skip
 def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsys, monkeypatch):

@@ -17,6 +17,8 @@ import generate
 import tp
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.memory import weight_bytes
+from ladder.ranks.world import World
 
 pytestmark = pytest.mark.slow
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -140,3 +142,12 @@ def test_greedy_tokens_are_those_of_llama_cpp(prompt, folder, ours):
     with torch.no_grad():
         logits = net(torch.tensor([ids + tokens]))[0, len(ids) - 1 : -1]
     assert (logits.amax(-1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max() < 0.3
+
+
+def test_a_step_reads_about_the_bytes_of_the_file(gguf_file, tmp_path):
+    """Its table, which is the head too, is Q8_0."""
+    convert(gguf_file, tmp_path / "integers")
+    config = checkpoint.read_config(tmp_path / "integers")
+    assert (config.quant, config.group_size, config.int8) == ("int4", 32, ("tok_embeddings:32",))
+    net = generate.load_model(config, tmp_path / "integers", "bfloat16", World(0, 1, torch.device("cpu")))
+    assert sum(weight_bytes(net, 1).values()) < 1.02 * os.path.getsize(gguf_file)

@@ -46,7 +46,8 @@ def decode_work(config, dtype, tp_size, batch, context):
     names = {}  # an untied head is like the table
     for field in ("not_quantized", "int8"):
         tables = getattr(config, field)
-        names[field] = *tables, *["output"] * (config.tie_embeddings and "tok_embeddings" in tables)
+        heads = [name.replace("tok_embeddings", "output") for name in tables if name.startswith("tok_embeddings")]
+        names[field] = *tables, *(heads if config.tie_embeddings else ())
     config = dataclasses.replace(config, tie_embeddings=False, **names)
     ranks = [rank_work(config, dtype, rank, (1,) * tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}

@@ -146,27 +146,106 @@ class Stored:
         return self.blocks(start, start + 2).view(torch.float16).float()  # (..., N, blocks, 1)
 
     def six_bits(self, i):
-        """Return the 8 scales (i = 0) or minima (1) of Q4_K's blocks; the last four share bytes with the first."""
+        """Return the 8 scales (i = 0) or minima (1) of Q4_K and Q5_K; the last four share bytes with the first."""
         data = self.blocks(4, 16)
         first, last = data[..., 4 * i : 4 * i + 4], data[..., 8:] >> 4 * i & 15
         return torch.cat((first & 63, last | first >> 6 << 4), dim=-1)
 
+    def nibbles(self, start, stop, width):
+        """Return the integers (..., N, blocks, columns) of bytes start to stop, two in a byte.
+
+        Of each 2 * width columns, the first half is in the lower halves of `width` bytes.
+        """
+        data = self.blocks(start, stop).unflatten(-1, (-1, width))
+        return torch.stack((data & 15, data >> 4), dim=-2).flatten(-3)
+
+    def fields(self, start, stop, bits, width):
+        """Return fields of so many bits of bytes start to stop: of each `width` bytes first all the lowest fields."""
+        data = self.blocks(start, stop).unflatten(-1, (-1, width))
+        return torch.stack([data >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-2).flatten(-3)
+
+    def single_bits(self, start):
+        """Return 32 bits from byte start on, one for each column, (..., N, blocks, 32)."""
+        data = self.blocks(start, start + 4)
+        return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+
+    def scales_of_q3_k(self):
+        """Return the 16 scales of Q3_K's blocks, from -32 to 31: lower halves in 8 bytes, two bits more in 4."""
+        low, high = self.fields(96, 104, 4, 8), self.fields(104, 108, 2, 4)
+        return (low | high << 4).to(torch.int8) - 32
+
+    def scales_of_iq4_xs(self):
+        """Return the 8 scales of IQ4_XS's blocks, from -32 to 31: lower halves in 4 bytes, two bits more in 2."""
+        low = self.fields(4, 8, 4, 1)
+        high = self.fields(2, 4, 2, 1)
+        return (low | high << 4).to(torch.int8) - 32
+
     def matrix(self):
-        """Return the Matrix of a quantized tensor: integers of Q4_0, Q4_1 and Q4_K, which have groups of 32."""
-        start, width, scales, zeros = {
-            "Q4_0": (2, 16, lambda: self.half(0), lambda: -8 * self.half(0)),
-            "Q4_1": (4, 16, lambda: self.half(0), lambda: self.half(2)),
-            "Q4_K": (16, 32, lambda: self.half(0) * self.six_bits(0), lambda: -self.half(2) * self.six_bits(1)),
-        }.get(self.kind, 4 * (None,))
-        if start is None:
+        """Return the Matrix of a quantized tensor, of integers where its type has groups with a scale (FORMATS)."""
+        if self.kind not in FORMATS:
             return Matrix(self.kind, self.floats)
+        bits, group, numbers, scales, zeros = FORMATS[self.kind]
 
         def q():
-            data = self.blocks(start).unflatten(-1, (-1, width))  # the first half of 2 * width columns is low
-            return torch.stack((data & 15, data >> 4), dim=-2).flatten(-4)
+            return numbers(self).to(torch.int8).flatten(-2)
 
-        rows = [lambda f=f: f().flatten(-2) for f in (scales, zeros)]
-        return affine(self.kind, q, *rows, self.shape[-1], self.shape[-1] // 32)
+        def row_scales():
+            return scales(self).flatten(-2)
+
+        def row_zeros():
+            return zeros(self).flatten(-2) if zeros else torch.zeros_like(row_scales())
+
+        m = affine(self.kind, q, row_scales, row_zeros, self.shape[-1], self.shape[-1] // group, bits)
+        return m._replace(floats=self.floats)  # as the package gguf computes them
+
+
+def table(values, indices):
+    """Return the values at these indices, 0 to 15, as int8."""
+    return torch.tensor(values, dtype=torch.int8)[indices.long()]
+
+
+IQ4 = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113  # the numbers of IQ4_NL and IQ4_XS
+TWICE_FP4 = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12  # twice the numbers of MXFP4
+FORMATS = {  # {type: (bits, columns of a group, integers, scales, zeros or None) of a Stored}
+    "Q4_0": (4, 32, lambda t: t.nibbles(2, None, 16), lambda t: t.half(0), lambda t: -8 * t.half(0)),
+    "Q4_1": (4, 32, lambda t: t.nibbles(4, None, 16), lambda t: t.half(0), lambda t: t.half(2)),
+    "Q4_K": (
+        4, 32, lambda t: t.nibbles(16, None, 32),
+        lambda t: t.half(0) * t.six_bits(0), lambda t: -t.half(2) * t.six_bits(1),
+    ),
+    "Q8_0": (8, 32, lambda t: t.blocks(2).view(torch.int8), lambda t: t.half(0), None),
+    "Q5_0": (
+        8, 32, lambda t: (t.nibbles(6, None, 16) | t.single_bits(2) << 4).view(torch.int8) - 16,
+        lambda t: t.half(0), None,
+    ),
+    "Q5_1": (
+        8, 32, lambda t: t.nibbles(8, None, 16) | t.single_bits(4) << 4, lambda t: t.half(0), lambda t: t.half(2),
+    ),
+    "Q5_K": (
+        8, 32, lambda t: t.nibbles(48, None, 32) | t.fields(16, 48, 1, 32) << 4,
+        lambda t: t.half(0) * t.six_bits(0), lambda t: -t.half(2) * t.six_bits(1),
+    ),
+    "Q6_K": (
+        8, 16, lambda t: (t.nibbles(0, 128, 64) | t.fields(128, 192, 2, 32) << 4).view(torch.int8) - 32,
+        lambda t: t.half(208) * t.blocks(192, 208).view(torch.int8), None,
+    ),
+    "Q2_K": (
+        8, 16, lambda t: t.fields(16, 80, 2, 32),
+        lambda t: t.half(80) * (t.blocks(0, 16) & 15), lambda t: -t.half(82) * (t.blocks(0, 16) >> 4),
+    ),
+    "Q3_K": (
+        8, 16, lambda t: (t.fields(32, 96, 2, 32) | t.fields(0, 32, 1, 32) << 2).view(torch.int8) - 4,
+        lambda t: t.half(108) * t.scales_of_q3_k(), None,
+    ),
+    "IQ4_NL": (8, 32, lambda t: table(IQ4, t.nibbles(2, None, 16)), lambda t: t.half(0), None),
+    "IQ4_XS": (
+        8, 32, lambda t: table(IQ4, t.nibbles(8, None, 16)), lambda t: t.half(0) * t.scales_of_iq4_xs(), None,
+    ),
+    "MXFP4": (
+        8, 32, lambda t: table(TWICE_FP4, t.nibbles(1, None, 16)),
+        lambda t: torch.exp2(t.blocks(0, 1).float() - 128), None,
+    ),
+}  # fmt: skip
 
 
 def open_gguf(path, with_tokenizer=True):

@@ -1,6 +1,6 @@
 """Reads quantized matrices: those of AWQ, GPTQ, compressed-tensors, FP8 and MXFP4; gguf_file.py reads more.
 
-N outputs, K columns, G groups of columns. What is s q + z in groups, q from 0 to 15, stays integers. e4m3 stays e4m3:
+N outputs, K columns, G groups of columns. What is s q + z in groups, q of 4 or 8 bits, stays integers. e4m3 stays e4m3:
 the same bytes if there is a scale for each row, or one in all; of blocks, convert_hf_checkpoint.py makes rows.
 """
 
@@ -55,6 +55,8 @@ KNOWN_KEYS = {  # of a quantization_config: those that are read, and those that 
     "fuse_max_seq_len", "modules_to_fuse", "run_compressed", "dequantize", "pack_dtype", "parallel_packing",
     "offload_to_disk", "offload_to_disk_path",  # where it comes from, and how others run it
 }  # fmt: skip
+SMALLEST_GROUP = {4: 32, 8: 16}  # {bits: columns}
+FORM = re.compile(r"int(4|8)x(\d+)")  # the last part of a name that says of a matrix: integers of 4 bits, groups of 32
 BITSANDBYTES = (
     "is in bitsandbytes' format: dequantize it first, in Python: m = transformers.AutoModelForCausalLM."
     'from_pretrained("SOURCE"); m.dequantize().save_pretrained("DIR")'
@@ -64,9 +66,9 @@ BITSANDBYTES = (
 class Matrix(NamedTuple):
     """A quantized matrix: floats() returns W (N, K).
 
-    group: the columns of a group if W can stay integers, or 0. Then there are q() (N, K) uint8, scales() and zeros()
-    (N, K / group) float32. Those of experts have a dimension E in front. If W can stay e4m3, there are scales() (N, 1),
-    but no group and no zeros, and q() if its bytes can stay, too.
+    group: the columns of a group if W can stay integers, or 0. Then there are q() (N, K) int8, from 0 to 15 if `bits`
+    is 4, scales() and zeros() (N, K / group) float32. Those of experts have a dimension E in front. If W can stay e4m3,
+    there are scales() (N, 1), but no group and no zeros, and q() if its bytes can stay, too.
     """
 
     kind: str  # its format
@@ -75,12 +77,14 @@ class Matrix(NamedTuple):
     q: Callable | None = None
     scales: Callable | None = None
     zeros: Callable | None = None
+    bits: int = 4
 
 
 def affine(kind, q, scales, zeros, K, G, bits=4, index=None):
     """Return the Matrix scales q + zeros. index (K,): each column's group, if groups are not of neighbours.
 
-    q() returns (N, K) uint8, scales() and zeros() (N, G) float32. Groups of more than 128 columns become several.
+    q() returns (N, K) int8, from 0 to 15 with 4 bits, scales() and zeros() (N, G) float32. Groups of more than 128
+    columns become several.
     """
 
     def floats():
@@ -91,37 +95,35 @@ def affine(kind, q, scales, zeros, K, G, bits=4, index=None):
 
     size = K // G if K % G == 0 else 0
     group = math.gcd(size, 128)
-    if bits != 4 or index is not None or group < 32:
+    if index is not None or group < SMALLEST_GROUP[bits]:
         return Matrix(kind, floats)
     each = (lambda f=f: f().repeat_interleave(size // group, -1) for f in (scales, zeros))
-    return Matrix(kind, floats, group, q, *each)
+    return Matrix(kind, floats, group, q, *each, bits)
 
 
 class QuantizedWeights:
     """The tensors of a source, names() and read(name), with those of quantized matrices as this project has them.
 
-    X.weight is floats. Or, if X is 4-bit integers in groups of `group_size` columns, X.weight is (N, K / 2) uint8, as
-    ladder/kernels/quant_linear.py packs them, with X.scales and X.zeros (N, K / group_size) float32, not yet rounded.
-    Or, if none is such integers, it has X.scales (N, 1) and is e4m3, or floats that can become e4m3 with these scales.
-    group_size: of the smallest groups, which divides the others, or None. quant: "int4", "fp8" or None. floats: {a
-    format: how many matrices are floats here, and stay so}.
-    folder: of a GGUF file, a TemporaryDirectory with its other files.
+    X.weight is floats. Or, if X is integers in groups of C columns, X.weight is (N, K) int8, with X.scales and X.zeros
+    (N, K / C) float32, not yet rounded; then there is a name X.int4xC (0 to 15) or X.int8xC, without a tensor, so that
+    it is renamed as the others are (FORM). Or, if none is such integers, it has X.scales (N, 1) and is e4m3, or floats
+    that can become e4m3 with these scales.
+    quant: "integers", "fp8" or None: what matrices can stay. floats: {a format: how many matrices are floats here, and
+    stay so}. folder: of a GGUF file, a TemporaryDirectory with its other files.
     """
 
     def __init__(self, plain, matrices):
         """plain: {name: a function that returns the tensor}; matrices: {X: Matrix}."""
         last = {name: name.rpartition(".")[2] for name in matrices}
-        stay = {name: m for name, m in matrices.items() if m.group and last[name] in MATRICES}
-        self.group_size = math.gcd(*(m.group for m in stay.values())) or None
+        stay = {name for name, m in matrices.items() if m.group and last[name] in MATRICES}
         e4m3 = {name for name, m in matrices.items() if m.scales and not m.group and last[name] in MATRICES}
-        self.quant = "int4" if stay else "fp8" if e4m3 else None
+        self.quant = "integers" if stay else "fp8" if e4m3 else None
         self.tensors, self.floats, self.folder = dict(plain), Counter(), None
         for name, m in matrices.items():
             if name in stay:
-                self.tensors[f"{name}.weight"] = functools.partial(_packed, m.q)
-                for part, read in ("scales", m.scales), ("zeros", m.zeros):
-                    self.tensors[f"{name}.{part}"] = functools.partial(_repeated, read, m.group // self.group_size)
-            elif self.quant == "fp8" and name in e4m3:
+                parts = {"weight": m.q, "scales": m.scales, "zeros": m.zeros, f"int{m.bits}x{m.group}": None}
+                self.tensors |= {f"{name}.{part}": read for part, read in parts.items()}
+            elif not stay and name in e4m3:
                 self.tensors |= {f"{name}.weight": m.q or m.floats, f"{name}.scales": m.scales}
             else:
                 self.tensors[f"{name}.weight"] = m.floats
@@ -138,15 +140,6 @@ class QuantizedWeights:
             if name.endswith(".weight") and not is_float and not has_scales:
                 raise InputError(f"it is in {str(tensor.dtype)[6:]}, but its scales are missing")
             return tensor
-
-
-def _repeated(read, times):
-    return read().repeat_interleave(times, -1)
-
-
-def _packed(q):
-    q = q()
-    return q[..., ::2] | q[..., 1::2] << 4
 
 
 @contextlib.contextmanager
@@ -275,13 +268,18 @@ def with_points(kind, parts, stored, q, points, K, bits, settings, symmetric=Fal
     def scales():
         return float_scales(stored())
 
+    middle = 128 if bits == 8 else 0  # what is subtracted from 8 bits, so that they are signed
+
+    def integers():
+        return (q() - middle).view(torch.int8)  # bytes, which overflow to the negative numbers that are meant
+
     def zeros():
         s, z = scales(), points()
         if s.shape != z.shape:
             raise InputError(f"zero points {tuple(z.shape)} do not fit scales {tuple(s.shape)}")
         if symmetric and z.ne(2 ** (bits - 1)).any():
             raise InputError(f"its zero points are not all {2 ** (bits - 1)}, but quantization_config says symmetric")
-        return -s * z
+        return -s * (z - middle)
 
     groups, index = torch.arange(K) // size, parts[index]() if index in parts else None
     if index is not None and (
@@ -290,7 +288,7 @@ def with_points(kind, parts, stored, q, points, K, bits, settings, symmetric=Fal
         raise InputError(f"columns' groups are {K} whole numbers from 0 to {G - 1}")
     if index is None or torch.equal(index, groups):  # act-order that changes nothing
         index = None if size * G == K else groups
-    return affine(kind, q, scales, zeros, K, G, bits, index if index is None else index.long())
+    return affine(kind, integers, scales, zeros, K, G, bits, index if index is None else index.long())
 
 
 def awq(parts, settings):

@@ -21,6 +21,15 @@ def to_int8(w):
     return q.to(torch.int8), scales
 
 
+def to_int8_in_groups(w, group_size, dtype=torch.float16):
+    """Return integers (N, K) int8, scales and zeros (N, G) of the dtype for w (N, K) float32; all zeros are 0."""
+    w = w.unflatten(1, (-1, group_size))  # (N, G, K / G)
+    scales = (w.abs().amax(-1, keepdim=True) / 127).to(dtype)
+    q = (w / _nonzero(scales.float())).round().clamp(-127, 127)
+    scales = scales.squeeze(-1)
+    return q.flatten(1).to(torch.int8), scales, torch.zeros_like(scales)
+
+
 def to_e4m3(w, scales=None):
     """Return e4m3 (N, K) and scales (N, 1) bfloat16, those given, or by which the largest of each row becomes 448."""
     scales = ((w.abs().amax(dim=1, keepdim=True) / FP8_MAX) if scales is None else scales).bfloat16()
@@ -67,7 +76,7 @@ def to_int4(w, group_size, dtype=torch.float16, importance=None):
             scales = scales.clamp_(min=0).to(dtype).float()
             zeros = (mean - scales * mean_q).to(dtype).float()
     q, scales, zeros, _ = best
-    return _pack(q.flatten(1).to(torch.uint8)), scales.squeeze(-1).to(dtype), zeros.squeeze(-1).to(dtype)
+    return pack(q.flatten(1).to(torch.uint8)), scales.squeeze(-1).to(dtype), zeros.squeeze(-1).to(dtype)
 
 
 def _round_int4(w, scales, zeros, share):
@@ -81,8 +90,10 @@ def _nonzero(x):
     return torch.where(x == 0, 1.0, x)
 
 
-def _pack(q):
-    return q[:, ::2] | q[:, 1::2] << 4
+def pack(q):
+    """Return bytes (..., K / 2) of integers of 4 bits (..., K): the even column is in the lower half."""
+    q = q.view(torch.uint8)
+    return q[..., ::2] | q[..., 1::2] << 4
 
 
 # ---- Errors that make up for one another: GPTQ, arXiv 2210.17323 -----------------------------------------------------
@@ -140,4 +151,4 @@ def _compensate(w, importance, order, root, group_size, dtype):
             w[k + 1 : stop].addr_(root[k, k + 1 : stop], error, alpha=-1)
             errors[k - start] = error
         w[stop:].addmm_(root[start:stop, stop:].T, errors, alpha=-1)
-    return _pack(q[order.argsort()].T.contiguous()), scales, zeros
+    return pack(q[order.argsort()].T.contiguous()), scales, zeros

@@ -111,8 +111,9 @@ SIZES = {  # shapes for benchmarks; they have no eos_ids, since random weights s
 
 
 def named_size(text):
-    """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: int8, fp8, int4 or int4:GROUP_SIZE."""
-    match = re.fullmatch(r"([\w.-]+?)(?::([1-9]\d*))?(?::(int8|fp8|int4(?::\d+)?))?", text)
+    """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: fp8, int8, int4, or the
+    latter two with :GROUP_SIZE."""
+    match = re.fullmatch(r"([\w.-]+?)(?::([1-9]\d*))?(?::(fp8|int[84](?::\d+)?))?", text)
     config = SIZES.get(match and match[1])
     if config is None or int(match[2] or 1) > config.n_layers:
         names = ", ".join(sorted(SIZES))
@@ -120,7 +121,7 @@ def named_size(text):
         words += did_you_mean(text.partition(":")[0], SIZES) if config is None else ""
         raise InputError(f"--model {text} is no size, or asks for too many layers: {words}")
     quant, _, size = (match[3] or "").partition(":")
-    group_size = int(size or 64) if quant == "int4" else None
+    group_size = int(size or 64) if size or quant == "int4" else None
     n_layers = int(match[2] or config.n_layers)
     changes = {"n_layers": n_layers, "quant": quant or None, "group_size": group_size}
     changes["architecture"] = tuple(each.of_first_layers(n_layers) for each in config.architecture)
@@ -136,8 +137,6 @@ class RandomWeights:
     def __init__(self, config, device, seed=0):
         self.parameters = dict(build(config).named_parameters())
         self.norm = float(config.norm != "rms+1")
-        self.scale = 0.02 * 12**0.5 / (15 if config.quant == "int4" else 254)  # for the same deviation
-        self.scale = 0.02 / 64 if config.quant == "fp8" else self.scale
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def read(self, name):
@@ -147,7 +146,10 @@ class RandomWeights:
         if target.dim() == 1:
             target.fill_(0.0 if name.endswith("bias") else 1.0 if "out_norm" in name else self.norm)
         elif name.endswith(("scales", "zeros")):
-            target.fill_(self.scale if name.endswith("scales") else -7.5 * self.scale)
+            stored = self.parameters[name.rpartition(".")[0] + ".weight"].dtype
+            scale = {torch.uint8: 12**0.5 / 15, torch.int8: 12**0.5 / 254}.get(stored, 1 / 64) * 0.02
+            middle = 7.5 if stored == torch.uint8 else 0
+            target.fill_(scale if name.endswith("scales") else -middle * scale)
         elif target.dtype == torch.float8_e4m3fn:
             numbers = torch.empty(target.shape, dtype=torch.bfloat16, device=target.device)
             target.copy_(numbers.normal_(0, 64, generator=self.generator).clamp_(-448, 448))

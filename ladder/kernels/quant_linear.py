@@ -5,6 +5,7 @@ Its plain function makes floats of the integers, in any dtype and on any device.
 W[n, k] = scales[n, g] q[n, k] + zeros[n, g], where q are the integers and g is the group of column k.
 
 int8: q from -127 to 127, one group per row, no zeros.
+int8 in groups: q from -128 to 127, groups of 16, 32, 64 or 128 columns, with zeros; scales and zeros as for int4.
 fp8: the same with q in e4m3, whose largest is 448. What is multiplied by it becomes e4m3 too, with a scale per token.
 int4: q from 0 to 15, two in a byte, the even column in the lower half. Scales and zeros are float16, or bfloat16 where
 float16 would not hold them (nearest), and in older checkpoints.
@@ -34,7 +35,8 @@ def dequantize(weight, scales, zeros=None, dtype=None):
         return dequantize(weight, scales.float(), None if zeros is None else zeros.float()).to(dtype)
     if zeros is None:
         return weight.to(scales.dtype) * scales
-    q = unpack(weight).unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
+    q = unpack(weight) if weight.dtype == torch.uint8 else weight
+    q = q.unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
     return torch.addcmul(zeros[..., None], q, scales[..., None]).flatten(-2)
 
 
@@ -61,6 +63,8 @@ class Layout(NamedTuple):
     name: str  # of the kernel
     multiply: Callable  # (x, linear) -> y, or None where it stands back
     unpack: Callable  # linear -> (weight, scales, zeros) as the checkpoint stores them
+    form: tuple | None = None  # what multiply and unpack know of the order, where a kernel has several
+    code: int = 0  # of the form
 
     def __deepcopy__(self, memo):
         return self  # a kernel knows its Layout by identity
@@ -92,11 +96,11 @@ class QuantLinear(nn.Module):
         self.layout = None  # of `packed`, a Layout
         dtype = {"int4": torch.uint8, "fp8": torch.float8_e4m3fn}.get(quant, torch.int8)
         shape = (*rows, K // 2) if self.bits == 4 else shape
-        shape_of_scales = (*rows, K // group_size if self.bits == 4 else 1)
-        groups = torch.empty(shape_of_scales, dtype=torch.float16 if self.bits == 4 else torch.bfloat16)
+        shape_of_scales = (*rows, K // group_size if group_size else 1)
+        groups = torch.empty(shape_of_scales, dtype=torch.float16 if group_size else torch.bfloat16)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
         self.scales = nn.Parameter(groups, requires_grad=False)
-        self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if self.bits == 4 else None
+        self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if group_size else None
         self.register_parameter("bias", nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None)
 
     @plain
@@ -240,6 +244,7 @@ def multiply_int8(linear, x):
     parameters, K = linear._parameters, linear.in_features
     weight, scales = parameters.get("weight"), parameters.get("scales")
     known = type(linear) is QuantLinear and weight is not None and weight.dtype == torch.int8 and weight.dim() == 2
+    known = known and parameters.get("zeros") is None
     if not known or x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.numel() > INT8_KERNEL_ROWS * K:
         return None
     if K % 16 or not linear.out_features:  # PyTorch's kernel (2.13) would read out of bounds
@@ -252,11 +257,21 @@ def multiply_int8(linear, x):
 
 
 def swap(model, make):
-    """Replace each submodule by make(name, submodule), or keep it if that is None. name: e.g. "wo"."""
-    for parent in list(model.modules()):
+    """Replace each submodule by make(path, submodule), or keep it if that is None. path: "layers.0.attention.wo"."""
+    for path, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
-            if (new := make(name, module)) is not None:
+            if (new := make(f"{path}.{name}" if path else name, module)) is not None:
                 setattr(parent, name, new)
+
+
+def eight_bits(config):
+    """Return {name or path of the matrices that config.int8 lists: columns of a group, or None for one per row}.
+
+    An entry is NAME or NAME:COLUMNS, where NAME is that of a matrix in all layers, "w2", or the path of one of them,
+    "layers.3.feed_forward.w2".
+    """
+    entries = (entry.partition(":") for entry in config.int8)
+    return {name: int(columns) if colon else None for name, colon, columns in entries}
 
 
 def replace_matrices(model):
@@ -264,23 +279,31 @@ def replace_matrices(model):
 
     Nor are those that an Architecture names, such as the matrices that choose experts.
     """
-    config = model.config
+    config, listed = model.config, eight_bits(model.config)
+    unknown = {name for name in listed if "." in name}
     kept = [*config.not_quantized, *(name for each in config.architecture for name in each.not_quantized)]
 
-    def make(name, module):
+    def make(path, module):
+        name = path.rpartition(".")[2]
         table = "tok_embeddings" if name == "output" and config.tie_embeddings else name
         weight = getattr(module, "weight", None)
         if weight is None or weight.dim() == 1 or table in kept:
             return None
         kind = QuantEmbedding if type(module) is nn.Embedding else QuantLinear
-        quant = "int8" if table in config.int8 else config.quant
-        return kind(weight.shape, quant, config.group_size, getattr(module, "bias", None) is not None)
+        quant, group_size = config.quant, config.group_size
+        entry = path if path in listed else table
+        if entry in listed:
+            quant, group_size = "int8", listed[entry]
+            unknown.discard(entry)
+        return kind(weight.shape, quant, group_size, getattr(module, "bias", None) is not None)
 
     swap(model, make)
+    if unknown:
+        raise InputError(f"int8 lists {min(unknown)}, which is no matrix of this model that is quantized")
 
 
 def regroup(numbers, start, stop, size):
-    """Return the int4 scales or zeros of columns start to stop, given those of all groups that contain them (..., G).
+    """Return the scales or zeros of columns start to stop, given those of all groups that contain them (..., G).
 
     size: columns of such a group. If start or stop lies inside a group, all groups become smaller, so that both are
     multiples of the new size. Example: groups of 64 that are cut at column 96 become groups of 32.

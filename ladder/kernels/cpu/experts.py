@@ -4,7 +4,7 @@ import torch
 
 from ladder.architectures.experts import ExpertMatrices, multiply
 from ladder.kernels.cpu import skinny_gemm
-from ladder.kernels.cpu.skinny_gemm import LAYOUT
+from ladder.kernels.cpu.skinny_gemm import bits_of
 from ladder.kernels.cpu.stand_ins import BF16, is_bf16
 from ladder.kernels.quant_linear import PLAIN_STORED, QuantLinear
 from ladder.kernels.registry import Kernel
@@ -17,11 +17,11 @@ def experts(self, x, chosen):
     weights, bits, biases = [], [], []
     for name in ("w1", "w3", "w2"):
         matrices = self._modules[name]
-        is_packed = type(matrices) is QuantLinear and matrices.layout is LAYOUT
-        if not is_packed and type(matrices) is not ExpertMatrices:
+        packed_bits = bits_of(matrices) if type(matrices) is QuantLinear else None
+        if packed_bits is None and type(matrices) is not ExpertMatrices:
             return None
-        weights.append(matrices._parameters["packed" if is_packed else "weight"])
-        bits.append(matrices.bits if is_packed else 16)
+        weights.append(matrices._parameters["weight" if packed_bits is None else "packed"])
+        bits.append(packed_bits or 16)
         if matrices.bias is not None:
             biases.append(matrices.bias)
     if len(biases) not in (0, 3) or any(w.dtype is not BF16 for w, n in zip(weights, bits, strict=True) if n == 16):

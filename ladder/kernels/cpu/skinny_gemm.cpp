@@ -145,7 +145,44 @@ constexpr auto kPanels = []<int... M>(std::integer_sequence<int, M...>) {
   return std::array{&int_panel<kFourBits, M + 1>...};
 }(std::make_integer_sequence<int, kMostInt>());
 
+template <int kBits, int kGroups>
+constexpr auto kGroupPanels = []<int... M>(std::integer_sequence<int, M...>) {
+  return std::array{&group_panel<kBits, kGroups, M + 1>...};
+}(std::make_integer_sequence<int, kMostInt>());
+
+using Panel = decltype(&int_panel<true, 1>);
+
+// The int_panels of 1 to kMostInt rows of x.
+template <int kBits>
+const std::array<Panel, kMostInt>& group_panels(int groups) {
+  return groups == 1 ? kGroupPanels<kBits, 1> : groups == 2 ? kGroupPanels<kBits, 2> : kGroupPanels<kBits, 4>;
+}
+
+const std::array<Panel, kMostInt>& panels_of(const Integers& W) {
+  if (!W.groups) return W.four_bits ? kPanels<true> : kPanels<false>;
+  const int bits = W.stored_bits, groups = W.groups;
+  return bits == 4 ? group_panels<4>(groups) : bits == 5 ? group_panels<5>(groups) : bits == 6 ? group_panels<6>(groups)
+                                                                                  : group_panels<8>(groups);
+}
+
+// 8 bits in groups; form: skinny_gemm.Form.code
+Integers in_groups(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t form) {
+  const int bits = form & 15, groups = form >> 8;
+  const bool half = weight.scalar_type() == at::kChar, has_zeros = form >> 4 & 1, is_signed = form >> 5 & 1;
+  const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2);
+  TORCH_CHECK(
+      input.scalar_type() == at::kBFloat16 && input.size(-1) == K && K > 0 && weight.is_contiguous() &&
+          (half || weight.scalar_type() == at::kByte) && weight.size(-1) == 32 && P == (N + kRows - 1) / kRows &&
+          G == (K + kGroupColumns - 1) / kGroupColumns && (bits == 4 || bits == 5 || bits == 6 || bits == 8) &&
+          (groups == 1 || groups == 2 || groups == 4) && 32 * vectors == 32 * groups * (1 + has_zeros) + data_bytes(bits),
+      "x (..., K) must be in bfloat16, and of a W (N, K) what skinny_gemm.pack returns for 8 bits in groups");
+  return {static_cast<const uint8_t*>(weight.const_data_ptr()), P, N, K, G, vectors, kGroupColumns, false, half, bits,
+          groups, has_zeros, is_signed};
+}
+
+// bits: 4, or 8 with a scale for each row, or of 8 bits in groups their form
 Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
+  if (bits >= 256) return in_groups(input, weight, N, K, bits);
   const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2);
   const int64_t size = bits == 8 ? K : (vectors - 1) * 8;
   const bool half = weight.scalar_type() == at::kChar;  // as skinny_gemm.pack says that scales are float16
@@ -155,40 +192,45 @@ Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, 
           P == (N + kRows - 1) / kRows &&
           (bits == 8 ? vectors == 1 + (K + 7) / 8 * 2 : bits == 4 && size >= 8 && kColumns % size == 0),
       "x (..., K) must be in bfloat16, and of a W (N, K) what skinny_gemm.pack returns, in groups of 8 to 128 columns");
-  return {static_cast<const uint8_t*>(weight.const_data_ptr()), P, N, K, G, vectors, size, bits == 4, half};
+  return {static_cast<const uint8_t*>(weight.const_data_ptr()), P, N, K, G, vectors, size, bits == 4, half, 0, 0, false, false};
 }
+
+// Whether two matrices can be multiplied with what multiply() makes of x.
+bool alike(const Integers& a, const Integers& b) { return a.summed() == b.summed() && !a.groups == !b.groups; }
 
 // x times the matrices W of its groups; or gated, silu(x times W) times (x times up).
 at::Tensor multiply(
     const at::Tensor& input, const Integers& W, const std::vector<Group>& groups, const Integers* up = nullptr) {
-  const int64_t N = W.N, K = W.K, G = W.G;
-  TORCH_CHECK(!up || up->G == G, "w1 and w3 have groups of other sizes");
+  const int64_t N = W.N, K = W.K, summed = W.summed(), n_sums = summed ? (W.groups ? W.G * W.groups : W.G) : 0;
+  TORCH_CHECK(!up || alike(W, *up), "w1 and w3 have groups of other sizes");
   const at::Tensor rows = input.contiguous();
   const int64_t M = rows.numel() / K, blocks = (K + kColumns - 1) / kColumns;
   at::Tensor result = empty_product(rows, N);
   const uint16_t* x = data(rows);
   uint16_t* y = static_cast<uint16_t*>(result.data_ptr());
   std::vector<Block> fixed(M * blocks);
-  std::vector<float> sums(M * G);
+  std::vector<float> sums(M * n_sums);
   at::parallel_for(0, M, std::max<int64_t>(1, 32768 / K), [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; m++) {
       for (int64_t k = 0; k < K; k += kColumns) fixed[m * blocks + k / kColumns] = fixed_point(x + m * K + k, K - k);
-      for (int64_t g = 0; W.four_bits && g < G; g++) {
+      for (int64_t g = 0; g < n_sums; g++) {
         const BF16* from = rows.const_data_ptr<BF16>() + m * K;
-        sums[m * G + g] = std::accumulate(from + g * W.size, from + (g + 1) * W.size, 0.0f);
+        sums[m * n_sums + g] = W.groups
+            ? fixed_sum(fixed[m * blocks + g * summed / kColumns], g * summed % kColumns, summed)
+            : std::accumulate(from + g * summed, from + (g + 1) * summed, 0.0f);
       }
     }
   });
   // y = x times panels begin..end of a group's matrix, or y times that
   auto panels = [&](const Integers& of, const Group& group, int64_t begin, int64_t end, bool times) {
-    const auto& kernels = of.four_bits ? kPanels<true> : kPanels<false>;
+    const auto& kernels = panels_of(of);
     for (int64_t from = group.begin; from < group.end; from += kRowsInCache) {
       const int64_t to = std::min(from + kRowsInCache, group.end);
       for (int64_t p = begin; p < end; p++) {
         for (int64_t m = from; m < to; m += kMostInt) {
           const int64_t here = std::min<int64_t>(to - m, kMostInt), panel = group.matrix * of.P + p;
           Sums lanes[kMostInt][kParts];
-          kernels[here - 1](of, fixed.data() + m * blocks, blocks, sums.data() + m * G, lanes, panel);
+          kernels[here - 1](of, fixed.data() + m * blocks, blocks, sums.data() + m * n_sums, lanes, panel);
           for (int64_t i = 0; i < here * kParts; i++) {
             const int64_t n = p * kRows + i % kParts * kLanes;
             uint16_t* out = y + (m + i / kParts) * N + n;
@@ -217,19 +259,35 @@ at::Tensor skinny_gemm_int(const at::Tensor& input, const at::Tensor& weight, in
   return multiply(input, integers(input, weight, N, K, bits), all_rows(input));
 }
 
-// x (..., K) times W (N, K), of these bits, where 16 are bfloat16
-at::Tensor product(const at::Tensor& x, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
-  return bits == 16 ? skinny_gemm(x, weight) : skinny_gemm_int(x, weight, N, K, bits);
+// x times the matrices (N, K) of its groups, of these bits, where 16 are bfloat16
+at::Tensor product(
+    const at::Tensor& x, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits, const std::vector<Group>& groups) {
+  return bits == 16 ? multiply(x, weight, groups) : multiply(x, integers(x, weight, N, K, bits), groups);
 }
 
-// w2 (silu(w1 x) * w3 x), with w1 and w3 (N, K), w2 (K, N), of these bits, where 16 are bfloat16
+// x (..., K) times W (N, K)
+at::Tensor product(const at::Tensor& x, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
+  return product(x.contiguous(), weight, N, K, bits, all_rows(x));
+}
+
+// silu(w1 x) * w3 x, with w1 and w3 (N, K) of these bits, where 16 are bfloat16. groups: of rows of x
+at::Tensor gated(
+    const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w3, int64_t N, int64_t K, at::IntArrayRef bits,
+    const std::vector<Group>& groups) {
+  if (bits[0] != 16 && bits[1] != 16) {
+    const Integers gate = integers(x, w1, N, K, bits[0]), up = integers(x, w3, N, K, bits[1]);
+    if (alike(gate, up)) return multiply(x, gate, groups, &up);
+  }
+  return at::silu(product(x, w1, N, K, bits[0], groups)).mul_(product(x, w3, N, K, bits[1], groups));
+}
+
+// w2 (silu(w1 x) * w3 x), with w1 and w3 (N, K), w2 (K, N); bits: of each of the three, where 16 are bfloat16
 at::Tensor feed_forward(
     const at::Tensor& input, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2, int64_t N, int64_t K,
-    int64_t bits) {
-  if (bits == 16) return skinny_gemm(at::silu(skinny_gemm(input, w1)).mul_(skinny_gemm(input, w3)), w2);
-  const Integers gate = integers(input, w1, N, K, bits), up = integers(input, w3, N, K, bits);
-  const at::Tensor hidden = multiply(input, gate, all_rows(input), &up);
-  return multiply(hidden, integers(hidden, w2, K, N, bits), all_rows(hidden));
+    at::IntArrayRef bits) {
+  TORCH_CHECK(bits.size() == 3, "feed_forward takes the bits of w1, w3 and w2");
+  const std::vector<Group> all = all_rows(input);
+  return product(gated(input.contiguous(), w1, w3, N, K, bits, all), w2, K, N, bits[2], all);
 }
 
 // The same for tokens x (T, D) and each of the k experts that a token chose, (T, k): the result is (T, k, D). There are
@@ -257,25 +315,25 @@ at::Tensor skinny_gemm_experts(
             (biases.size() == 3 && biases[i].sizes() == at::IntArrayRef({weights[i].size(0), i < 2 ? I : D})),
         "skinny_gemm_experts takes no biases, or those of w1, w3 and w2: (E, I), (E, I) and (E, D)");
   }
-  auto product = [&](const at::Tensor& rows, const at::Tensor& w, int64_t N, int64_t K, int64_t bits) {
-    return bits == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, N, K, bits), groups);
-  };
   const at::Tensor rows = x.index_select(0, order.floor_divide(chosen.size(1)));
   auto biased = [&, &experts = experts](const at::Tensor& y, int i) { return y.add(biases[i].index_select(0, experts)); };
   at::Tensor hidden;
   if (!biases.empty()) {
-    const at::Tensor gate = biased(product(rows, w1, I, D, bits[0]), 0).clamp_max(7);
-    const at::Tensor up = biased(product(rows, w3, I, D, bits[1]), 1).clamp(-7, 7);
+    const at::Tensor gate = biased(product(rows, w1, I, D, bits[0], groups), 0).clamp_max(7);
+    const at::Tensor up = biased(product(rows, w3, I, D, bits[1], groups), 1).clamp(-7, 7);
     hidden = gate.mul(gate.mul(1.702).sigmoid_()).mul_(up.add(1));
-  } else if (bits[0] == bits[1] && bits[0] < 16) {
-    const Integers gate = integers(rows, w1, I, D, bits[0]), up = integers(rows, w3, I, D, bits[1]);
-    hidden = multiply(rows, gate, groups, &up);
   } else {
-    hidden = at::silu(product(rows, w1, I, D, bits[0])).mul_(product(rows, w3, I, D, bits[1]));
+    hidden = gated(rows, w1, w3, I, D, bits, groups);
   }
-  at::Tensor y = product(hidden, w2, D, I, bits[2]);
+  at::Tensor y = product(hidden, w2, D, I, bits[2], groups);
   if (!biases.empty()) y = biased(y, 2);
   return at::empty_like(y).index_copy_(0, order, y).view({chosen.size(0), chosen.size(1), D});
+}
+
+decltype(&dequantize<true>) dequantizer(const Integers& W) {
+  if (!W.groups) return W.four_bits ? dequantize<true> : dequantize<false>;
+  return W.stored_bits == 4 ? dequantize_groups<4> : W.stored_bits == 5 ? dequantize_groups<5>
+      : W.stored_bits == 6 ? dequantize_groups<6> : dequantize_groups<8>;
 }
 
 // x (..., K) of many rows: W becomes floats, by pieces that are still in the cache when they are multiplied. Each thread
@@ -293,7 +351,7 @@ at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int6
     for (int64_t p = begin * step; p < std::min(end * step, W.P); p += step) {
       const int64_t to = std::min(p + step, W.P), n = p * kRows, count = std::min(to * kRows, N) - n;
       at::Tensor piece = at::empty({W.K, (to - p) * kRows}, input.options());
-      (W.four_bits ? dequantize<true> : dequantize<false>)(W, static_cast<uint16_t*>(piece.data_ptr()), p, to);
+      dequantizer(W)(W, static_cast<uint16_t*>(piece.data_ptr()), p, to);
       flat.narrow(1, n, count).copy_(at::mm(rows, piece).narrow(1, 0, count));
     }
   });
@@ -490,7 +548,7 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
   define(
       "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor? mask, float scale, Tensor? sinks=None)",
       decode_attention);
-  define("feed_forward(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward);
+  define("feed_forward(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int[] bits)", feed_forward);
   define(
       "latent_attention(Tensor q, Tensor kv, Tensor norm, float eps, Tensor wkv_b, int X, int Y, Tensor cos, Tensor sin, "
       "Tensor rows, Tensor positions, Tensor(a!) cache, Tensor? mask, float scale)",

@@ -203,17 +203,20 @@ void block(const uint16_t* w, const uint16_t* x, Number* y, int64_t rows, int64_
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// W in integers: 8 bits and a scale per row, or 4 bits with a scale and a zero per group of columns (quant_linear.py)
+// W in integers: 8 bits and a scale per row, or 8 or 4 bits with a scale and a zero per group of columns (quant_linear.py)
 //
 // W comes in panels of 16 rows, as skinny_gemm.py packs them: 64 bytes have 4 for each row, with four columns of it; in 4
 // bits eight, the later four in the upper halves. A group begins with 64 bytes of the rows' 16 scales and 16 zeros, in
 // bfloat16, or in float16. So no sum goes across lanes, and W is read from its begin to its end.
+//
+// 8 bits in groups are stored in as few bits as the numbers need, 4, 5, 6 or 8: see "8 bits in groups" below.
 //
 // Processors multiply bytes four times as fast as they turn them into floats. So x becomes fixed-point numbers of 16 bits,
 // 256 high + low, with a scale for each block of columns. That changes a number by some 2^-16 of the largest in its
 // block at most: less than bfloat16 itself had rounded that one. (A block of nothing above 1e-30 counts as zeros.)
 
 constexpr int64_t kColumns = 128;  // of a block
+constexpr int64_t kGroupColumns = 32;  // of a block of 8 bits in groups
 constexpr int64_t kRows = 16;  // of a panel
 constexpr int64_t kRowsInCache = 96;  // of x: their blocks stay in the second-level cache for all panels
 constexpr int kParts = kRows / kLanes;  // vectors that have a lane for each row
@@ -276,10 +279,16 @@ inline Bytes operand(Bytes w, int i, int s) {
 }
 
 struct Integers {
-  const uint8_t* w;  // (P, G, 1 + V, 64)
+  const uint8_t* w;  // (P, G, 1 + V, 64); 8 bits in groups: (P, G, V, 32), where G counts blocks of 32 columns
   int64_t P, N, K, G;
-  int64_t vectors, size;  // of a group: 64 bytes each, those of its scales too, and columns
+  int64_t vectors, size;  // of a group: 64 (or 32) bytes each, those of its scales too, and columns
   bool four_bits, half;  // half: scales and zeros are float16
+  // 8 bits in groups:
+  int stored_bits, groups;  // of a number in memory; of a block of 32 columns (0: other integers)
+  bool has_zeros, is_signed;  // is_signed: what is stored is 2^(stored_bits - 1) more than the number
+
+  // columns of x whose sum an int_panel wants to know; 0: it wants none
+  int64_t summed() const { return groups ? kGroupColumns / groups : four_bits ? size : 0; }
 };
 
 // y (M): M rows of x, `blocks` blocks each, times panel p of W. sums (M, G): of the numbers of x in each group.
@@ -361,6 +370,131 @@ void dequantize(const Integers& W, uint16_t* y, int64_t from, int64_t to) {
         for (int time = 0; time < kTimes; time++) {
           for (int c = 0; c < 4 && k < W.K; c++, k++) {
             const Ints q = four >> (8 * c + 4 * time) & ((1 << kBits) - 1);
+            store(__builtin_convertvector(q, Sums) * scale + zero, y + k * n + (p - from) * kRows + kLanes * part);
+          }
+        }
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 8 bits in groups
+//
+// A panel is a row of blocks of 32 columns. A block begins with the 16 rows' scales of each of its 1, 2 or 4 groups (32
+// bytes each), and then has their zeros, unless all of W's are 0. The numbers follow in vectors of 64 bytes, 4 for each
+// row. With 8 bits a vector has four columns, eight of them a block. With 4, 5 and 6 bits the lower 4 of each number are
+// stored as those of int4 are, in four vectors; bit 4 of all 32 columns is one more vector, whose bit i belongs to columns
+// 4 i to 4 i + 3, and bits 4 and 5 are two more, of 16 columns each, in the same way.
+
+constexpr int64_t data_bytes(int bits) { return kGroupColumns * kRows * bits / 8; }  // of a block
+
+// Columns 4 v to 4 v + 3 of the rows of a part, a byte each. numbers: those of a block.
+template <int kBits>
+inline Bytes four_columns(const uint8_t* numbers, int v, int part) {
+  numbers += 4 * kLanes * part;
+  if constexpr (kBits == 8) return load<Bytes>(numbers + 64 * v);
+  const Bytes both = load<Bytes>(numbers + 64 * (v / 2));
+  const Bytes low = v % 2 ? both >> 4 : both & 15;
+  if constexpr (kBits == 4) {
+    return low;
+  } else {
+    constexpr int kHigh = kBits == 5 ? 1 : 2, kPerVector = 8 / kHigh;  // bits; quadruples of columns
+    const Pairs high = load<Pairs>(numbers + data_bytes(4) + 64 * (v / kPerVector));
+    const int at = v % kPerVector * kHigh;  // of these bits in a byte; they are to come to bit 4
+    const Bytes moved = (Bytes)(at < 4 ? high << (4 - at) : high >> (at - 4));
+    return low | (moved & uint8_t(16 * ((1 << kHigh) - 1)));
+  }
+}
+
+// As int_panel. sums (M, columns / W.summed()): of the numbers of x in each group, in fixed point, times their scale.
+template <int kBits, int kGroups, int M>
+void group_panel(const Integers& W, const Block* x, int64_t blocks, const float* sums, Sums (*y)[kParts], int64_t p) {
+  constexpr bool kFlipped = kSigned && kBits == 8;  // dot() takes signed bytes, so what it gets is 128 less
+  const int64_t header = 32 * kGroups * (1 + W.has_zeros), size = header + data_bytes(kBits), n_sums = W.G * kGroups;
+  const float excess = (W.is_signed ? 1 << (kBits - 1) : 0) - (kFlipped ? 128 : 0);  // of what dot() gets
+  const uint8_t* w = W.w + p * W.G * size;
+  Sums lanes[M][kParts] = {};
+  for (int64_t b = 0; b < W.G; b++, w += size) {
+    for (int64_t i = 0; i < size; i += 64) {
+      __builtin_prefetch(w + 4 * kPrefetch + i, 0, 2);  // into the second-level cache
+      __builtin_prefetch(w + kPrefetch + i);
+    }
+    const Block* here = x + b / (kColumns / kGroupColumns);
+    const int64_t first = b % (kColumns / kGroupColumns) * (kGroupColumns / 4);
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; g++) {
+      Ints all[2][M][kParts] = {};
+#pragma GCC unroll 8
+      for (int v = g * 8 / kGroups; v < (g + 1) * 8 / kGroups; v++) {
+        Bytes four[kParts];
+#pragma GCC unroll 4
+        for (int part = 0; part < kParts; part++) four[part] = four_columns<kBits>(w + header, v, part);
+#pragma GCC unroll 2
+        for (int s = 0; s < 2; s++) {
+          Bytes ws[kParts];
+#pragma GCC unroll 4
+          for (int part = 0; part < kParts; part++) {
+            const Shorts shifted = (Shorts)four[part] >> (8 * s);
+            ws[part] = !kBytes ? (Bytes)(s ? shifted : shifted & uint16_t{255}) : kFlipped ? four[part] ^ 128 : four[part];
+          }
+#pragma GCC unroll 8
+          for (int m = 0; m < M; m++) {
+            const int32_t xs = here[m * blocks].parts[s][first + v];
+#pragma GCC unroll 4
+            for (int part = 0; part < kParts; part++) {
+              Ints& sum = all[kBytes ? s : 0][m][part];
+              sum = dot(sum, ws[part], xs);
+            }
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; part++) {
+        const uint8_t* numbers = w + 32 * g + 2 * kLanes * part;
+        const Sums scale = load_scales(numbers, W.half);
+        const Sums zero = (W.has_zeros ? load_scales(numbers + 32 * kGroups, W.half) : Sums{}) - scale * excess;
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+          const Ints sum = (all[0][m][part] << (kBytes ? 8 : 0)) + all[1][m][part];
+          lanes[m][part] += __builtin_convertvector(sum, Sums) * (scale * here[m * blocks].scale);
+          lanes[m][part] += zero * sums[m * n_sums + b * kGroups + g];
+        }
+      }
+    }
+  }
+  for (int m = 0; m < M; m++) std::copy_n(lanes[m], kParts, y[m]);
+}
+
+// Of columns of a block, from an even one on, in fixed point, times their scale.
+inline float fixed_sum(const Block& block, int64_t first, int64_t count) {
+  int32_t sum = 0;
+  for (int64_t i = first; i < first + count; i++) {
+    if (kBytes) {
+      sum += 256 * reinterpret_cast<const int8_t*>(block.parts[0])[i] + reinterpret_cast<const int8_t*>(block.parts[1])[i];
+    } else {
+      sum += reinterpret_cast<const int16_t*>(block.parts[i % 2])[i / 2];
+    }
+  }
+  return sum * block.scale;
+}
+
+// As dequantize.
+template <int kBits>
+void dequantize_groups(const Integers& W, uint16_t* y, int64_t from, int64_t to) {
+  const int64_t n = (to - from) * kRows, header = 32 * W.groups * (1 + W.has_zeros), size = header + data_bytes(kBits);
+  const int32_t excess = W.is_signed ? 1 << (kBits - 1) : 0;
+  for (int64_t p = from; p < to; p++) {
+    for (int64_t b = 0; b < W.G; b++) {
+      const uint8_t* w = W.w + (p * W.G + b) * size;
+      for (int part = 0; part < kParts; part++) {
+        for (int v = 0; v < 8; v++) {
+          const uint8_t* numbers = w + 32 * (v * W.groups / 8) + 2 * kLanes * part;
+          const Sums scale = load_scales(numbers, W.half);
+          const Sums zero = W.has_zeros ? load_scales(numbers + 32 * W.groups, W.half) : Sums{};
+          const Ints four = (Ints)four_columns<kBits>(w + header, v, part);
+          for (int64_t c = 0, k = kGroupColumns * b + 4 * v; c < 4 && k < W.K; c++, k++) {
+            const Ints q = (four >> (8 * c) & 255) - excess;
             store(__builtin_convertvector(q, Sums) * scale + zero, y + k * n + (p - from) * kRows + kLanes * part);
           }
         }

@@ -3,8 +3,10 @@
 Decoding reads each weight once for a few rows, which libraries made for large matrices do not do fast.
 """
 
+import functools
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,27 +51,77 @@ def build():
 # ---- The Layout of quant_linear.QuantLinear --------------------------------------------------------------------------
 
 
-def packed_shape(weight, scales, zeros):
-    """Return the shape of pack()'s result: (P, G, 1 + V, 64), and for the matrices of experts (E, P, G, 1 + V, 64)."""
+BLOCK = 32  # columns of a block of 8 bits in groups
+
+
+class Form(NamedTuple):
+    """In which of several forms 8 bits in groups are packed: in as few bits as a matrix's numbers need."""
+
+    bits: int  # of a number: 4, 5, 6 or 8
+    group_size: int  # of the checkpoint's groups
+    has_zeros: bool  # whether any zero is not 0; else none is stored
+    is_signed: bool  # whether a number is less than 0; what is stored is 2^(bits - 1) more than it, or it itself
+
+    @property
+    def groups(self):
+        """How many groups of scales a block has; larger groups are stored as several."""
+        return max(1, BLOCK // self.group_size)
+
+    @property
+    def code(self):
+        """What the operators of skinny_gemm.cpp take as `bits`."""
+        return self.bits | self.has_zeros << 4 | self.is_signed << 5 | self.groups << 8
+
+    @property
+    def header_bytes(self):
+        """Bytes of the scales and zeros of a block, which begins with them."""
+        return 32 * self.groups * (1 + self.has_zeros)
+
+    @property
+    def block_bytes(self):
+        return self.header_bytes + BLOCK * 16 * self.bits // 8
+
+
+def form_of(weight, scales, zeros):
+    """Return the Form of 8 bits in groups, or None for other integers."""
+    if weight.dtype != torch.int8 or zeros is None:
+        return None
+    lowest, highest = (bound.item() for bound in weight.aminmax()) if weight.numel() else (0, 0)
+    is_signed = lowest < 0
+    needed = max((~lowest).bit_length(), highest.bit_length()) + 1 if is_signed else highest.bit_length()
+    bits = next(bits for bits in (4, 5, 6, 8) if needed <= bits)
+    return Form(bits, weight.shape[-1] // scales.shape[-1], bool(zeros.any()), is_signed)
+
+
+def packed_shape(weight, scales, zeros, form=None):
+    """Return the shape of pack()'s result: (P, G, 1 + V, 64), and for the matrices of experts (E, P, G, 1 + V, 64).
+
+    With a Form: (P, blocks, V, 32).
+    """
+    if form:
+        *E, N, K = weight.shape
+        return *E, -(-N // 16), -(-K // BLOCK), form.block_bytes // 32, 32
     (*E, N, columns), G = weight.shape, scales.shape[-1]
     return *E, -(-N // 16), G, 1 + (-(-columns // 8) * 2 if zeros is None else columns // G // 4), 64
 
 
 @torch.no_grad()
-def pack(weight, scales, zeros, out=None):
+def pack(weight, scales, zeros, out=None, form=None):
     """Return integers of quant_linear.py in skinny_gemm.cpp's layout: (P, G, 1 + V, 64) bytes, the last panel padded.
 
     A panel is 16 rows. It stores each group of columns as one vector of the rows' scales and zeros, followed by V
     vectors with four bytes from every row. With int8 these are the next four columns, q + 128, and the columns are
     padded to a multiple of 8. With int4 they are the next eight columns, the later four in the upper halves. The bytes
     are uint8 if the scales are bfloat16, and int8 if they are float16.
-    out: the bytes to write to; None: new ones.
+    out: the bytes to write to; None: new ones. form: that of 8 bits in groups, whose layout skinny_gemm.h describes.
     """
     if weight.dim() == 3:
-        out = out.view(packed_shape(weight, scales, zeros))
+        out = out.view(packed_shape(weight, scales, zeros, form))
         for e, expert_out in enumerate(out):
-            pack(weight[e], scales[e], None if zeros is None else zeros[e], expert_out)
+            pack(weight[e], scales[e], None if zeros is None else zeros[e], expert_out, form)
         return out.view(BYTES[scales.dtype])
+    if form:
+        return _pack_groups(weight, scales, zeros, out, form)
     (N, columns), (P, G, vectors, _) = weight.shape, packed_shape(weight, scales, zeros)
     packed = empty_in_huge_pages((P, G, vectors, 64), torch.uint8) if out is None else out.view(P, G, vectors, 64)
     by_row = packed.unflatten(-1, (16, 4))
@@ -88,14 +140,61 @@ def pack(weight, scales, zeros, out=None):
     return packed.view(BYTES[scales.dtype])
 
 
+def _pack_groups(weight, scales, zeros, out, form):
+    (N, K), shape = weight.shape, packed_shape(weight, scales, zeros, form)
+    packed = empty_in_huge_pages(shape, torch.uint8) if out is None else out.view(torch.uint8).view(shape)
+    packed, (P, blocks) = packed.view(*shape[:2], -1), shape[:2]
+    data = packed[..., form.header_bytes :]  # (P, blocks, bytes)
+    for i in range(0, P, PANELS_AT_ONCE):
+        q = weight[16 * i : 16 * (i + PANELS_AT_ONCE)].view(torch.uint8)
+        q = F.pad(q, (0, BLOCK * blocks - K, 0, -len(q) % 16)) + (form.is_signed << form.bits - 1)
+        q = q.view(-1, 16, blocks, 8, 4).permute(0, 2, 3, 1, 4).flatten(3)  # (p, blocks, 8, 64): four columns of rows
+        if form.bits < 8:
+            high, q = q >> 4, q & 15
+            q = q[:, :, ::2] | q[:, :, 1::2] << 4
+            if form.bits > 4:
+                n = form.bits - 4
+                pieces = high.unflatten(2, (-1, 8 // n)).unbind(3)  # each (p, blocks, n, 64)
+                q = torch.cat((q, sum(piece << n * k for k, piece in enumerate(pieces))), dim=2)
+        data[i : i + PANELS_AT_ONCE] = q.flatten(2)
+    header = packed[..., : form.header_bytes].view(scales.dtype)  # (P, blocks, 16 * vectors)
+    vectors = (scales, zeros) if form.has_zeros else (scales,)
+    vectors = [vector.repeat_interleave(max(1, form.group_size // BLOCK), -1) for vector in vectors]
+    padding = blocks * form.groups - vectors[0].shape[1]
+    for kind, vector in enumerate(vectors):
+        by_panel = F.pad(vector, (0, padding, 0, -N % 16)).view(P, 16, blocks, -1).permute(0, 2, 3, 1).flatten(2)
+        header[..., kind * by_panel.shape[-1] : (kind + 1) * by_panel.shape[-1]] = by_panel
+    return packed.view(shape).view(BYTES[scales.dtype])
+
+
 @torch.no_grad()
 def unpacked(linear):
     """Return (weight, scales, zeros or None) of a packed QuantLinear as the checkpoint stores them: undo pack()."""
-    packed, N, K = linear.packed, linear.out_features, linear.in_features
+    packed, N, K, form = linear.packed, linear.out_features, linear.in_features, linear.layout.form
     if packed.dim() == 5:  # of experts
-        parts = [_unpacked(matrix, N, K, linear.bits) for matrix in packed]
+        parts = [_unpack_groups(m, N, K, form) if form else _unpacked(m, N, K, linear.bits) for m in packed]
         return tuple(None if part[0] is None else torch.stack(part) for part in zip(*parts, strict=True))
-    return _unpacked(packed, N, K, linear.bits)
+    return _unpack_groups(packed, N, K, form) if form else _unpacked(packed, N, K, linear.bits)
+
+
+def _unpack_groups(packed, N, K, form):
+    """Undo _pack_groups."""
+    dtype = next(dtype for dtype, stored in BYTES.items() if stored == packed.dtype)
+    P, by_block = len(packed), packed.view(torch.uint8).flatten(2)
+    q = by_block[..., form.header_bytes :].unflatten(2, (-1, 64))
+    if form.bits < 8:
+        low, high = q[:, :, :4], q[:, :, 4:]
+        q = torch.stack((low & 15, low >> 4), dim=3).flatten(2, 3)  # (P, blocks, 8, 64)
+        if form.bits > 4:
+            n = form.bits - 4
+            pieces = [high >> n * k & (1 << n) - 1 for k in range(8 // n)]
+            q = q | torch.stack(pieces, dim=3).flatten(2, 3) << 4
+    q = (q - (form.is_signed << form.bits - 1)).unflatten(3, (16, 4)).permute(0, 3, 1, 2, 4).reshape(16 * P, -1)
+    step, G = max(1, form.group_size // BLOCK), K // form.group_size
+    header = by_block[..., : form.header_bytes].contiguous().view(dtype)
+    vectors = header.unflatten(2, (1 + form.has_zeros, form.groups, 16)).permute(2, 0, 4, 1, 3).flatten(3).flatten(1, 2)
+    scales, *zeros = (vector[:N, ::step][:, :G].contiguous() for vector in vectors)
+    return q[:N, :K].contiguous().view(torch.int8), scales, zeros[0] if zeros else torch.zeros_like(scales)
 
 
 def _unpacked(packed, N, K, bits):
@@ -118,11 +217,23 @@ def multiply(x, linear):
         return None
     few = x.numel() <= SKINNY_INT_ROWS * x.shape[-1]
     operator = torch.ops.ladder.skinny_gemm_int if few else torch.ops.ladder.many_rows_int
-    packed = linear._parameters["packed"]
-    return add_bias(operator(x, packed, linear.out_features, linear.in_features, linear.bits), linear)
+    packed, bits = linear._parameters["packed"], linear.layout.code or linear.bits
+    return add_bias(operator(x, packed, linear.out_features, linear.in_features, bits), linear)
 
 
 LAYOUT = Layout("skinny_gemm.cpp", multiply, unpacked)
+
+
+@functools.cache
+def layout_of(form):
+    """Return the Layout of a Form, always the same one, or of other integers, for which it is None."""
+    return LAYOUT._replace(form=form, code=form.code) if form else LAYOUT
+
+
+def bits_of(linear):
+    """Return what skinny_gemm.cpp takes as the `bits` of a QuantLinear that is packed for it, or None for others."""
+    layout = linear.layout
+    return None if layout is None or layout.multiply is not multiply else layout.code or linear.bits
 
 
 def pack_all(linears):
@@ -130,12 +241,15 @@ def pack_all(linears):
 
     def fits(linear):  # skinny_gemm.cpp is made for these group sizes
         stored = linear.weight.dtype in (torch.int8, torch.uint8)  # and not floats that somebody put there
-        return stored and (linear.bits == 8 or linear.in_features // linear.scales.shape[-1] in (8, 16, 32, 64, 128))
+        if linear.zeros is None:
+            return stored
+        return stored and linear.in_features // linear.scales.shape[-1] in (8, 16, 32, 64, 128)
 
     linears = [linear for linear in linears if linear.layout is None and fits(linear)]
-    sizes = [math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in linears]
+    forms = [form_of(m.weight, m.scales, m.zeros) for m in linears]
+    sizes = [math.prod(packed_shape(m.weight, m.scales, m.zeros, f)) for m, f in zip(linears, forms, strict=True)]
     # One allocation for all: else the end of each matrix, which does not fill a huge page, would lie in small pages.
     memory = empty_in_huge_pages((sum(sizes),), torch.uint8).split(sizes)
-    for linear, out in zip(linears, memory, strict=True):
-        packed = pack(linear.weight, linear.scales, linear.zeros, out)
-        linear.pack(LAYOUT, packed=packed)  # frees the integers before the next are packed
+    for linear, form, out in zip(linears, forms, memory, strict=True):
+        packed = pack(linear.weight, linear.scales, linear.zeros, out, form)
+        linear.pack(layout_of(form), packed=packed)  # frees the integers before the next are packed

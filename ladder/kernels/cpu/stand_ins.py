@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder.kernels.cpu import skinny_gemm
-from ladder.kernels.cpu.skinny_gemm import LAYOUT
+from ladder.kernels.cpu.skinny_gemm import bits_of
 from ladder.kernels.quant_linear import DEQUANTIZED_AT_ONCE, PLAIN_FORWARD, PLAIN_STORED, QuantLinear, add_bias
 from ladder.kernels.registry import Kernel, say_once
 from model import Linear
@@ -32,15 +32,15 @@ def is_changed(module):
 def matrix_of(module, name):
     """Return (weight, bits, bias, N, K) of the linear `name` of a module as skinny_gemm.cpp takes it, or None.
 
-    bits: 16 of bfloat16, of which N and K are those of the weight; 8 or 4 of a packed QuantLinear.
+    bits: 16 of bfloat16, of which N and K are those of the weight; of a packed QuantLinear what bits_of returns.
     """
     linear = module._modules[name]
     kind = type(linear)
     if not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__):  # is_changed, faster
         if kind is QuantLinear:
-            if linear.layout is LAYOUT:
+            if (bits := bits_of(linear)) is not None:
                 parameters = linear._parameters
-                return parameters["packed"], linear.bits, parameters["bias"], linear.out_features, linear.in_features
+                return parameters["packed"], bits, parameters["bias"], linear.out_features, linear.in_features
             return None
         if kind is Linear:
             parameters = linear._parameters
@@ -109,10 +109,11 @@ def feed_forward(self, x):
     gate, up, down = matrix_of(self, "w1"), matrix_of(self, "w3"), matrix_of(self, "w2")
     if gate is None or up is None or down is None:
         return None
-    weight, bits, bias, N, K = gate
-    if bits != up[1] or bits != down[1] or bias is not None or up[2] is not None or up[3] != N:
+    weight, _, bias, N, K = gate
+    bits = [gate[1], up[1], down[1]]
+    if bias is not None or up[2] is not None or up[3] != N:
         return None
-    if x.numel() > K and x.numel() > most_rows(bits) * K:
+    if x.numel() > K and x.numel() > min(map(most_rows, bits)) * K:
         return None
     y = torch.ops.ladder.feed_forward(x, weight, up[0], down[0], N, K, bits)
     return y if down[2] is None else y + down[2]

@@ -32,7 +32,7 @@ def multiply_int8(linear, x):
     those of int8_rows.py takes four times as long as multiplying floats.
     """
     stored = stored_as(linear, torch.int8, x)
-    if stored is None:
+    if stored is None or linear._parameters.get("zeros") is not None:  # which groups have
         return None
     weight, scales = stored[0], stored[1][:, 0]
     if torch.compiler.is_compiling() and x.numel() <= TRITON_INT8_ROWS * linear.in_features:
