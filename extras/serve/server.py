@@ -398,7 +398,7 @@ def main(argv=None):
         from ladder.kernels import compiling
 
         for size in [size for size in rows.runners if size < args.rows]:
-            compiling.warm_up(rows.runners[size], [[0]] * size, job.max_new_tokens, job.sample)
+            compiling.warm_up(rows.runners[size], [[0]] * size, job.max_new_tokens, job.sampler)
 
     def drain(number, frame):
         signal.signal(signal.SIGTERM, ending.terminate)  # a second one ends at once

@@ -66,7 +66,7 @@ class Job:
                 from ladder.kernels import compiling
 
                 compiling.prepare(world.device)
-            self.sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
+            self.sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
             self.name, stored = read_config(args)
             self.config = config = with_wiring(stored, args)
             self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
