@@ -22,6 +22,7 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 
 import contextlib
 import functools
+import os
 import time
 
 import ladder.openmp  # noqa: F401 (before torch loads)
@@ -31,8 +32,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from ladder.checkpoints import checkpoint
-from ladder.command_line import prompts, report
-from ladder.command_line.job import Job, parse_generation_flags
+from ladder.command_line import flags, prompts, report
+from ladder.command_line.job import Job
 from ladder.decoding import batch, fast_sampling
 from ladder.errors import InputError
 from ladder.kernels import registry
@@ -357,8 +358,39 @@ def generate(*args, **kwargs):
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
-# A flag that says what to generate belongs into ladder/command_line/job.py. What measures belongs into bench.py, or
-# into a script of its own that calls load and iterates over a Generation, as main does.
+# What measures belongs into bench.py, or into a script of its own that calls load and iterates over a Generation, as
+# main does.
+
+
+def parse_generation_flags(description, argv=None):
+    """Return the values of the flags. Those that other scripts have as well are in ladder/command_line/flags.py."""
+    p = flags.Parser(description)
+    g = p.add_argument_group("model")
+    flags.add_model_flags(g, required=True)
+    words = 'torch.compile the decode step, with "all" the prefill too; on a CPU it takes a minute and gains a little'
+    g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
+    words = "run the plain functions as written, without faster kernels in their place; also $LADDER_PLAIN=1"
+    g.add_argument("--plain", action="store_true", help=words)
+    flags.add_rank_flags(g, sharded=True)
+    flags.add_wiring_flags(p)
+    prompts.add_prompt_flags(p)
+    g = p.add_argument_group("generation")
+    g.add_argument("--max-new-tokens", type=flags.count, default=200, metavar="N", help="each row stops at its own end")
+    words = "0: greedy, 1: the model's"
+    g.add_argument("--temperature", type=flags.number(float, 0), default=0.8, metavar="T", help=words)
+    g.add_argument("--top-k", type=flags.count, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
+    words = "... among the likeliest of mass P, e.g. 0.95"
+    g.add_argument("--top-p", type=flags.number(float, 0, 1), default=1.0, metavar="P", help=words)
+    seed = flags.number(int, -(2**63), 2**64 - 1)
+    g.add_argument("--seed", type=seed, default=0, metavar="S", help="of sampling and prompts")
+    words = "speculative decoding: a smaller checkpoint, or the text's own n-grams, propose K (3) tokens at a time, "
+    words += "e.g. ngram@4"
+    g.add_argument("--draft", metavar="(DIR|ngram)[@K]", help=words)
+    flags.add_json_flag(g)
+    args = p.parse_args(argv)
+    if args.plain:
+        os.environ[registry.PLAIN] = "1"
+    return args
 
 
 def load(job):
