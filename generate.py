@@ -16,33 +16,31 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 #                               step, the choice of its ids included, is one replay of a CUDA graph
 #         a draft               several tokens of a row at once: one pass verifies what a smaller model has proposed
 #
-# How a token is chosen (Sampler, ladder/decoding/batch.py). Greedy: each rank finds the largest logit of its part of
-# the vocabulary; (logit, id) of all ranks are gathered, and of equal logits the smallest id wins. Sampled: an
-# exponential race (as Gumbel's trick) among blocks of 16 ids, whose weights are their sums of exp(logit / temperature),
-# and then another among the ids of the block that won. All ranks draw the same random numbers, from --seed; each sends
-# its own winner, and the best of these wins. With top-k or top-p each rank sends its 64 (or top_k + 1) largest logits
-# and the sum of exp(logit / temperature) of all; where top-p needs more logits, and on a GPU always, all are gathered.
+# The function `sample` says how a token is chosen. Its kernel (ladder/decoding/fast_sampling.py) computes the same ids
+# but gathers less: each rank sends the winner of its own race, or with filters its 64 (or top_k + 1) largest logits.
+# With a draft and a temperature the rule is another one (ladder/decoding/speculative.py), unless `sample` was edited.
 
 import contextlib
 import functools
+import os
 import time
 
 import ladder.openmp  # noqa: F401 (before torch loads)
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from ladder.checkpoints import checkpoint
-from ladder.command_line import report
-from ladder.command_line.job import Job, parse_generation_flags
-from ladder.command_line.prompts import Printer, is_chat
-from ladder.decoding.batch import BUCKET, last_tokens, make_cache, pad
+from ladder.command_line import flags, prompts, report
+from ladder.command_line.job import Job
+from ladder.decoding import batch, fast_sampling
 from ladder.errors import InputError
 from ladder.kernels import registry
 from ladder.memory import keep_freed_memory
 from ladder.progress import progress
 from ladder.ranks import launch
-from model import cache_size, cache_slots
+from model import VOCAB_BLOCK, cache_size, cache_slots
 from tp import TensorParallel, load_shard
 
 CHUNK_TOKENS = 1024  # the most in a chunk of a prefill, all rows together: bounds the memory of activations
@@ -80,7 +78,44 @@ def load_model(config, folder, dtype, world):
         use_on_gpu(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.shares, world.group)
+    registry.use([fast_sampling.KERNEL])
     return model
+
+
+# ---- How a token is chosen -------------------------------------------------------------------------------------------
+
+
+@registry.plain
+def sample(logits, comm, sampler):
+    """Return the next id of each row (B,), by this rank's logits (B, v); -1 where some logits are not finite.
+
+    All ranks must choose the same ids. comm: the model's Collectives. sampler: a Sampler (ladder/decoding/batch.py) has
+    the settings, and random(), whose numbers are equal on all ranks.
+    """
+    logits = comm.gather_logits(logits).float()  # (B, V)
+    B, V = logits.shape
+    finite = logits.isfinite().all(-1)
+    if sampler.greedy:
+        ids = logits.argmax(-1)  # of equal logits, the first
+    elif sampler.filters:
+        logits, order = logits.sort(descending=True, stable=True)
+        weights = ((logits.double() - logits[:, :1]) / sampler.temperature).exp()  # of the likeliest: 1
+        least = logits[:, min(sampler.top_k, V) - 1, None]
+        weights = weights.masked_fill((logits < least) | (weights < sampler.min_p), 0)
+        likelier = weights.cumsum(-1) - weights  # the mass of the ids before
+        weights = weights.masked_fill(likelier >= sampler.top_p * weights.sum(-1, keepdim=True), 0)
+        mass = weights.cumsum(-1)
+        drawn = sampler.random(torch.Tensor.uniform_, B, 1) * mass[:, -1:]
+        ids = order.gather(-1, (mass <= drawn).sum(-1, keepdim=True))[:, 0]
+    else:  # an exponential race: w / e, where e ~ Exp(1), is the largest with probability w / sum(w)
+        weights = ((logits - logits.amax(-1, keepdim=True)) / sampler.temperature).exp()
+        blocks = F.pad(weights, (0, -V % VOCAB_BLOCK)).unflatten(-1, (-1, VOCAB_BLOCK))
+        n_blocks = blocks.shape[1]
+        e = sampler.random(torch.Tensor.exponential_, B, n_blocks + VOCAB_BLOCK)
+        block = (blocks.sum(-1).double() / e[:, :n_blocks]).argmax(-1)  # first among blocks of ids, so that e is small
+        inside = blocks[torch.arange(B, device=block.device), block] / e[:, n_blocks:]
+        ids = block * VOCAB_BLOCK + inside.argmax(-1)
+    return ids.where(finite, -1)
 
 
 # ---- The passes of a model -------------------------------------------------------------------------------------------
@@ -96,17 +131,23 @@ class Runner:
     """
 
     def __init__(self, model, cache, compile=False, compile_prefill=False, splits=None):
-        self.model, self.cache, self.device, self.splits = model, cache, model.device, splits
+        self.model = model
+        self.device = model.device
+        self.cache = cache
         self.chunk_tokens = CHUNK_TOKENS
+        self.splits = splits
         self.shows_progress = False  # whether a long prefill has a progress bar at a terminal
-        self.compiles, self.compiles_prefill = compile, compile_prefill
         self.draft = None  # of ladder/decoding/drafts.py, which then makes the steps
+        self.compiles = compile  # whether decode steps are compiled
+        self.compiles_prefill = compile_prefill
         self.build_passes()
 
     def build_passes(self):
         """Make decode_model and prefill_model: the model, what torch.compile makes of it, or CUDA graphs."""
-        model, self.graphs = self.model, None
-        self.decode_model = self.prefill_model = model
+        model = self.model
+        self.prefill_model = model
+        self.decode_model = model
+        self.graphs = None  # of decode steps, on a GPU
         if self.compiles or self.compiles_prefill:
             from ladder.kernels import compiling  # not in a plain run: it imports the compiler
 
@@ -114,7 +155,8 @@ class Runner:
         if self.device.type == "cuda" and "sums" not in model.comm.on_host and self.may_capture():
             from ladder.kernels.cuda_graphs import Graphs
 
-            self.graphs = self.decode_model = self.decode_model if self.compiles else Graphs(model)
+            self.graphs = self.decode_model if self.compiles else Graphs(model)
+            self.decode_model = self.graphs
         self.built_for = registry.fingerprint(model) if self.decode_model is not model else None
 
     def may_capture(self):
@@ -147,7 +189,8 @@ class Runner:
         """
         if not self.model.config.rewindable:
             cached_tokens = 0
-        last_index, logits = lengths - 1, None
+        last_index = lengths - 1
+        logits = None
         for start, chunk in self.prefill_chunks(tokens, cached_tokens):
             positions = cache_length = None  # of the first chunk, which reads no cache
             if start:
@@ -186,14 +229,14 @@ class Runner:
         positions = positions.clamp(max=cache_slots(self.cache) - 1)  # the dummy slot
         return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
 
-    def step(self, sequences, done, sample):
+    def step(self, sequences, done, sampler):
         """Return [[the next id] of each row], after its last token, which is not in the cache yet. done: for drafts."""
-        tokens, positions, longest = last_tokens(sequences, self.device)
+        tokens, positions, longest = batch.last_tokens(sequences, self.device)
         logits = self.decode(tokens, positions, longest)[:, 0]
-        return sample(logits, self.model.comm)[:, None].tolist()
+        return sample(logits, self.model.comm, sampler)[:, None].tolist()
 
     def make_step(self, cached_tokens=0):
-        """Return step(sequences, done, sample) -> [the new ids of each row]. To be called once, before the prefill.
+        """Return step(sequences, done, sampler) -> [the new ids of each row]. To be called once, before the prefill.
 
         A draft, which has a cache of its own, begins here. sequences: the ids of each row so far. done: which rows have
         ended. With a draft, a step may return several ids.
@@ -213,7 +256,7 @@ class Runner:
 
         On a GPU rounded up, e.g. 513 to 768 and 769 to 1024, at most the cache: each size is a CUDA graph of its own.
         """
-        unit = 1 if self.device.type == "cpu" else max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
+        unit = 1 if self.device.type == "cpu" else max(batch.BUCKET, 2 ** ((longest - 1).bit_length() - 2))
         return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)
 
     def choose_splits(self, B, S):
@@ -241,14 +284,16 @@ class Generation:
     meanwhile, so that a caller who takes long makes decode_s too small; printing takes microseconds.
 
     runner: its cache has a row for each prompt, with slots for max_new_tokens behind the longest. prompts: non-empty
-    lists of token ids, of any lengths. sample: a Sampler; without a draft any function from logits (B, v) and
-    collectives to ids (B,), -1 where logits are not finite. cached_tokens: see Runner.prefill. Raises InputError if the
-    cache is too small; the iteration does, too, if logits are not finite.
+    lists of token ids, of any lengths. sampler: a Sampler, an argument of `sample`. cached_tokens: see Runner.prefill.
+    Raises InputError if the cache is too small; the iteration does, too, if logits are not finite.
     """
 
-    def __init__(self, runner, prompts, max_new_tokens, sample, eos_ids=(), cached_tokens=0):
-        self.runner, self.prompts, self.sample = runner, prompts, sample
-        self.eos_ids, self.cached_tokens = eos_ids, cached_tokens
+    def __init__(self, runner, prompts, max_new_tokens, sampler, eos_ids=(), cached_tokens=0):
+        self.runner = runner
+        self.prompts = prompts
+        self.sampler = sampler
+        self.eos_ids = eos_ids
+        self.cached_tokens = cached_tokens
         context = runner.model.config.max_seq_len
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
         self.rows = [[] for _ in prompts]  # the new ids of each row, without end-of-sequence
@@ -260,20 +305,23 @@ class Generation:
             raise InputError(f"{needed}: make_cache(model, {len(prompts)}, {longest}) makes one")
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
         self.steps = 0  # of decode
-        self.prefill_s = self.decode_s = 0.0  # seconds: to the first tokens; in all later steps
+        self.prefill_s = 0.0  # seconds to the first tokens
+        self.decode_s = 0.0  # seconds in all later steps
 
     @torch.inference_mode()
     def __iter__(self):
-        runner, step = self.runner, self.runner.make_step(self.cached_tokens)
+        runner = self.runner
+        step = runner.make_step(self.cached_tokens)
         with progress.doing("prefill") as clock:
-            logits = runner.prefill(*pad(self.prompts, runner.device), self.cached_tokens)
-            new = self.take(self.sample(logits, runner.model.comm)[:, None].tolist())  # tolist waits for the device
+            logits = runner.prefill(*batch.pad(self.prompts, runner.device), self.cached_tokens)
+            ids = sample(logits, runner.model.comm, self.sampler)
+            new = self.take(ids[:, None].tolist())  # tolist waits for the device
         self.prefill_s = clock.seconds
         yield new
         while not all(self.finish_reasons):
             self.steps += 1
             with progress.doing("decode step", self.steps) as clock:
-                new = self.take(step(self.sequences, self.finish_reasons, self.sample))
+                new = self.take(step(self.sequences, self.finish_reasons, self.sampler))
             self.decode_s += clock.seconds
             yield new
 
@@ -284,7 +332,7 @@ class Generation:
             for token in ids:
                 if self.finish_reasons[row]:
                     break
-                if token == -1:  # Sampler's mark of logits that are not finite
+                if token == -1:  # sample's mark of logits that are not finite
                     where = f"row {row} in step {len(self.rows[row])}"
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
                 self.sequences[row].append(token)
@@ -312,17 +360,51 @@ def generate(*args, **kwargs):
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
-# A flag that says what to generate belongs into ladder/command_line/job.py. What measures belongs into bench.py, or
-# into a script of its own that calls load and iterates over a Generation, as main does.
+# What measures belongs into bench.py, or into a script of its own that calls load and iterates over a Generation, as
+# main does.
+
+
+def parse_generation_flags(description, argv=None):
+    """Return the values of the flags. Those that other scripts have as well are in ladder/command_line/flags.py."""
+    p = flags.Parser(description)
+    g = p.add_argument_group("model")
+    flags.add_model_flags(g, required=True)
+    words = 'torch.compile the decode step, with "all" the prefill too; on a CPU it takes a minute and gains a little'
+    g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
+    words = "run the plain functions as written, without faster kernels in their place; also $LADDER_PLAIN=1"
+    g.add_argument("--plain", action="store_true", help=words)
+    flags.add_rank_flags(g, sharded=True)
+    flags.add_wiring_flags(p)
+    prompts.add_prompt_flags(p)
+    g = p.add_argument_group("generation")
+    g.add_argument("--max-new-tokens", type=flags.count, default=200, metavar="N", help="each row stops at its own end")
+    words = "0: greedy, 1: the model's"
+    g.add_argument("--temperature", type=flags.number(float, 0), default=0.8, metavar="T", help=words)
+    g.add_argument("--top-k", type=flags.count, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
+    words = "... among the likeliest of mass P, e.g. 0.95"
+    g.add_argument("--top-p", type=flags.number(float, 0, 1), default=1.0, metavar="P", help=words)
+    seed = flags.number(int, -(2**63), 2**64 - 1)
+    g.add_argument("--seed", type=seed, default=0, metavar="S", help="of sampling and prompts")
+    words = "speculative decoding: a smaller checkpoint, or the text's own n-grams, propose K (3) tokens at a time, "
+    words += "e.g. ngram@4"
+    g.add_argument("--draft", metavar="(DIR|ngram)[@K]", help=words)
+    flags.add_json_flag(g)
+    args = p.parse_args(argv)
+    if args.plain:
+        os.environ[registry.PLAIN] = "1"
+    return args
 
 
 def load(job):
     """Load what a Job asks for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
-    args, world, start = job.args, job.world, time.perf_counter()
-    compile_decode, compile_prefill = args.compile is not None, args.compile == "all"
+    start = time.perf_counter()
+    args = job.args
+    world = job.world
+    compile_decode = args.compile is not None
+    compile_prefill = args.compile == "all"
     model = load_model(job.config, args.checkpoint, args.dtype, world)
     # the cache holds the longest prompt and its new tokens, and the dummy slot
-    cache = make_cache(model, len(job.prompts), job.slots, in_buckets=compile_decode)
+    cache = batch.make_cache(model, len(job.prompts), job.slots, in_buckets=compile_decode)
     with world.together():
         runner = Runner(model, cache, compile_decode, compile_prefill)
         runner.shows_progress = world.rank == 0
@@ -343,12 +425,13 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))  # this rank and the others: rank, shares, device, group
     job = Job(args, world)
     runner, seconds = load(job)
-    if is_chat(args):
+    if prompts.is_chat(args):
         from ladder.chat.terminal import chat_on_terminal
 
         return chat_on_terminal(job, runner)
-    printer = Printer(world.rank, job.prompts, job.tokenizer, job.max_new_tokens, show_prompt=args.chat is None)
-    generation = Generation(runner, job.prompts, job.max_new_tokens, job.sample, job.config.eos_ids)
+    show_prompt = args.chat is None
+    printer = prompts.Printer(world.rank, job.prompts, job.tokenizer, job.max_new_tokens, show_prompt)
+    generation = Generation(runner, job.prompts, job.max_new_tokens, job.sampler, job.config.eos_ids)
     with runner.unguarded():
         for ids in generation:
             printer.push(ids)

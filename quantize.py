@@ -40,14 +40,15 @@ ROWS, LENGTH = 32, 256  # tokens of the text
 def own_text(folder, config, length):
     """Return token ids (ROWS, length) that the model of a checkpoint folder writes. Raises InputError."""
     world = World(0, 1, torch.device("cpu"))
-    model, sample = generate.load_model(config, folder, None, world), Sampler(1.0)
+    model = generate.load_model(config, folder, None, world)
+    sampler = Sampler(1.0)
     first = torch.randint(config.vocab_size, (ROWS, 1), generator=torch.Generator().manual_seed(0))
     tokens = [first if config.bos_id is None else torch.full((ROWS, 1), config.bos_id)]
     with torch.inference_mode():
         cache = make_cache(model, ROWS, length)
         for i in tqdm(range(length - 1), "writing a text", leave=False, delay=1, disable=None):
             logits = model(tokens[-1], torch.full((ROWS, 1), i), cache, i + 1)
-            tokens.append(sample(logits[:, -1])[:, None])
+            tokens.append(generate.sample(logits[:, -1], model.comm, sampler)[:, None])
             if tokens[-1].min() < 0:
                 raise InputError(f"{folder} computes logits that are NaN or infinite")
     return torch.cat(tokens, dim=1)

@@ -9,10 +9,10 @@ from helpers import BASE, change, check_split_attention, random_model
 
 import generate as generate_module
 from generate import Runner, generate
-from ladder.decoding import async_scheduling, batch
+from ladder.decoding import async_scheduling, batch, fast_sampling
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
-from ladder.kernels import compilers, compiling, cuda_graphs
+from ladder.kernels import compilers, compiling, cuda_graphs, registry
 from ladder.progress import progress
 
 BUCKET, CUDA = 4, torch.device("cuda")
@@ -32,14 +32,13 @@ def pretended(net, cache, monkeypatch):
         return net(tokens, positions, cache, cache_length)
 
     runner.decode_model = decode
-    for module in generate_module, batch:
-        monkeypatch.setattr(module, "BUCKET", BUCKET)
+    monkeypatch.setattr(batch, "BUCKET", BUCKET)
     event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
     stream = types.SimpleNamespace(record_event=lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    for module in generate_module, async_scheduling:
+    for module in batch, async_scheduling:
         monkeypatch.setattr(module, "last_tokens", lambda sequences, device: last_tokens(sequences, "cpu"))
-    for module in generate_module, compiling:
+    for module in batch, compiling:
         monkeypatch.setattr(module, "pad", lambda prompts, device: pad(prompts, "cpu"))
     return runner, events
 
@@ -126,12 +125,40 @@ def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, 
     cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 2, 30)
     runner, _ = pretended(net, cache, monkeypatch)
     runner.decode_model = runner.graphs = recorded(monkeypatch, net)[0]
+    registry.use([fast_sampling.KERNEL])
     compiling.warm_up(runner, prompts, 1, samples[1])
     assert 1 <= len(runner.graphs.graphs) < 5
     assert generate(runner, prompts, 20, samples[1]).rows == expected
     assert len(runner.graphs.graphs) == 5
     generate(runner, prompts, 20, samples[1])  # of other draws: the pass ahead took one more
     assert len(runner.graphs.graphs) == 5
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_no_graph_holds_a_sample_that_was_edited(temperature, monkeypatch):
+    """What it does in Python would run only in the capture; when the edit is undone, the graphs from before serve."""
+
+    def second_best(logits, comm, sampler):
+        return comm.gather_logits(logits).topk(2).indices[:, 1]
+
+    net, prompts, sampler = random_model(BASE), [[3, 1, 4], [9]], Sampler(temperature)
+    with monkeypatch.context() as patch:
+        patch.setattr(generate_module, "sample", second_best)
+        expected = generate(Runner(net, make_cache(net, 2, 30)), prompts, 20, sampler).rows
+    cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 2, 30)
+    runner, _ = pretended(net, cache, monkeypatch)
+    runner.decode_model = runner.graphs = recorded(monkeypatch, net)[0]
+    registry.use([fast_sampling.KERNEL])
+    generate(runner, prompts, 20, sampler)
+    before = {*runner.graphs.graphs}
+    assert before and all(len(key) == 2 for _, key in before)  # a length and a Sampler's graph_key
+    with monkeypatch.context() as patch:
+        patch.setattr(generate_module, "sample", second_best)
+        assert generate(runner, prompts, 20, sampler).rows == expected
+    added = runner.graphs.graphs.keys() - before
+    assert added and all(len(key) == 1 for _, key in added)  # steps without a choice
+    assert generate(runner, prompts, 20, sampler).rows != expected
+    assert runner.graphs.graphs.keys() - before == added
 
 
 @pytest.mark.slow

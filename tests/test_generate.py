@@ -42,9 +42,11 @@ from generate import Runner
 from ladder.checkpoints import checkpoint, sizes
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line.prompts import read_prompts
-from ladder.decoding.batch import Sampler, make_cache, round_up
+from ladder.decoding import fast_sampling
+from ladder.decoding.batch import SINGLE_DEVICE, Sampler, make_cache, round_up
 from ladder.decoding.sample_rows import sample_rows
 from ladder.errors import InputError
+from ladder.kernels import registry
 from ladder.ranks.world import World
 from model import SingleDevice
 
@@ -382,6 +384,14 @@ def test_from_a_clone_of_any_name_nothing_is_written_to_it(tmp_path):
 
 WAYS = [(t, None, 1.0) for t in (0, 0.8, 1e-6, 1e30)]
 WAYS += [(1.0, 5, 1.0), (0.7, 100, 1.0), (3.0, 9999, 1.0), (1.0, None, 0.905), (2.0, 90, 0.605)]
+WAYS = [(*way, 0.0) for way in WAYS]  # temperature, top_k, top_p, min_p
+WAYS += [(0.9, None, 1.0, 0.02), (1.1, 7, 0.9, 0.01), (1.0, None, 0.97, 1e-4), (3.0, 200, 0.8, 0.3), (1e30, 5, 0.7, 0)]
+
+
+def chosen_by(way, logits, seed=3, comm=SINGLE_DEVICE):
+    """The ids of rows, by one of WAYS, as a list."""
+    temperature, top_k, top_p, min_p = way
+    return generate.sample(logits, comm, Sampler(temperature, top_k, top_p, seed, min_p=min_p)).tolist()
 
 
 def hard_to_choose(vocab_size):
@@ -393,25 +403,27 @@ def hard_to_choose(vocab_size):
 
 
 @pytest.mark.parametrize("settings", [
-    *([*way, 0.0] for way in [WAYS[1], *WAYS[4:]]),
+    WAYS[1], *WAYS[4:9],
     (1.0, None, 1.0, 0.01), (1.0, None, 0.6, 1e-3), (2.0, None, 0.5, 1e-3), (1.5, 90, 0.9, 0.05),
 ], ids=str)  # fmt: skip
 def test_many_ids_are_drawn_as_often_as_they_are_likely(settings):
     """Where more ids are kept than a rank sends, and where fewer are."""
-    *way, min_p = settings
     for logits in hard_to_choose(300)[:: 4 if settings[1] else 2]:  # of those that equal the k-th, top_k keeps all
-        counts = torch.bincount(Sampler(*way, min_p=min_p)(logits.expand(10000, -1)), minlength=300)
+        ids = chosen_by(settings, logits.expand(10000, -1))
+        counts = torch.bincount(torch.tensor(ids), minlength=300)
         assert p_value([(counts.tolist(), naive(logits.double(), *settings))]) > 1e-4
 
 
 def samplers_of(n):
     """Samplers of all kinds, each with settings and a seed of its own."""
-    ways = [*WAYS, (0.9, None, 1.0, 0.02), (1.1, 7, 0.9, 0.01), (1.0, None, 0.97, 1e-4)]
-    return [Sampler(*way[:3], i, "cpu", *way[3:]) for i, way in zip(range(n), itertools.cycle(ways))]  # noqa: B905
+    return [Sampler(*way[:3], i, "cpu", *way[3:]) for i, way in zip(range(n), itertools.cycle(WAYS))]  # noqa: B905
 
 
-def sampled_together(world, logits):
+def sampled_together(world, logits, kernel=True):
     """What Samplers choose together in some steps, given this rank's part of the logits; how often they gathered."""
+    registry.stop_using()
+    if kernel:
+        registry.use([fast_sampling.KERNEL])
     config = dataclasses.replace(BASE, vocab_size=logits.shape[-1])
     comm = SingleDevice() if world.alone else tp.TensorParallel(config, world.shares, world.group)
     samplers, gathers, gather = samplers_of(logits.shape[1]), [], comm.all_gather
@@ -426,10 +438,14 @@ def test_rows_that_are_sampled_together_are_chosen_as_if_alone(ranks):
     logits = torch.stack([hard_to_choose(700).repeat(3, 1).roll(n, 0) for n in range(4)])
     logits[2, 5, 3] = torch.nan
     alone = samplers_of(24)
-    expected = [[sample(row[None]).item() for sample, row in zip(alone, step, strict=True)] for step in logits]
+    expected = [
+        [generate.sample(row[None], SINGLE_DEVICE, sampler).item() for sampler, row in zip(alone, step, strict=True)]
+        for step in logits
+    ]
     assert expected[2][5] == -1 and len({*map(str, expected)}) == 4
     for ids, gathers in run_ranks(ranks, sampled_together, logits):
         assert ids == expected and gathers <= 2 * len(logits)  # the second of all logits of a few rows
+    assert all(ids == expected for ids, _ in run_ranks(ranks, sampled_together, logits, False))
 
 
 def test_rows_that_are_sampled_together_gather_once():
@@ -438,27 +454,55 @@ def test_rows_that_are_sampled_together_gather_once():
     assert gathers == 1
 
 
-def chosen(world, logits, gathers):
-    """What each way of WAYS chooses, given this rank's part of the logits."""
-    comm = tp.TensorParallel(dataclasses.replace(BASE, vocab_size=logits.shape[1]), world.shares, world.group)
+def chosen(world, logits, gathers=True, kernel=True):
+    """What each way of WAYS chooses, given this rank's part of the logits, by the kernel or by sample as written."""
+    registry.stop_using()
+    if kernel:
+        registry.use([fast_sampling.KERNEL])
+    assert fast_sampling.is_in_use() == kernel
+    config = dataclasses.replace(BASE, vocab_size=logits.shape[1])
+    comm = SingleDevice() if world.alone else tp.TensorParallel(config, world.shares, world.group)
     part = logits[:, slice(*tp.vocab_range(logits.shape[1], world.rank, world.shares))]
     assert torch.equal(comm.gather_logits(part), logits) or logits.isnan().any()
     if not gathers:
         comm.gather_logits = None
-    return [Sampler(*settings, seed=3)(part, comm).tolist() for settings in WAYS]
+    return [chosen_by(way, part, comm=comm) for way in WAYS]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, (1, 9), (5, 2, 1)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, (1, 9), (5, 2, 1)])
 @pytest.mark.parametrize("vocab_size", [17, 131, 700])  # of 17, two of four ranks hold none
 def test_every_number_of_ranks_chooses_alike_and_marks_rows_that_are_not_finite(vocab_size, ranks):
+    """By the kernel, which exchanges candidates, and by sample as written: the same ids of the same seed."""
     logits = hard_to_choose(vocab_size)
-    alone = [Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
+    alone = [chosen_by(way, logits) for way in WAYS]
     assert alone[0] == [row.index(max(row)) for row in logits.tolist()]  # the first of equal ones
-    assert all(ids == alone for ids in run_ranks(ranks, chosen, logits, True))
+    for kernel in True, False:
+        assert all(ids == alone for ids in run_ranks(ranks, chosen, logits, True, kernel)), kernel
     logits[1, -1], logits[4, 0], logits[6, 3], logits[7] = torch.nan, -torch.inf, torch.inf, -torch.inf
-    marked = [Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
+    marked = [chosen_by(way, logits) for way in WAYS]
     assert marked == [[-1 if row in (1, 4, 6, 7) else i for row, i in enumerate(ids)] for ids in alone]
-    assert all(ids == marked for ids in run_ranks(ranks, chosen, logits, True))
+    for kernel in True, False:
+        assert all(ids == marked for ids in run_ranks(ranks, chosen, logits, True, kernel)), kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_kernel_draws_what_sample_draws_time_and_again(way, dtype):
+    """Of one generator, in steps of many unequal rows, with the vocabulary of a small model."""
+    generator = torch.Generator().manual_seed(1)
+    steps = (3 * torch.randn(5, 40, 2003, generator=generator)).to(dtype)
+    steps[:, ::3] *= torch.rand(5, 14, 1, generator=generator)
+
+    def draw():
+        temperature, top_k, top_p, min_p = way
+        sampler = Sampler(temperature, top_k, top_p, 11, min_p=min_p)
+        return [generate.sample(logits, SINGLE_DEVICE, sampler).tolist() for logits in steps]
+
+    plain = draw()
+    registry.use([fast_sampling.KERNEL])
+    with helpers.counted_kernels() as counts:
+        assert draw() == plain
+    assert counts["generate.sample"] == len(steps)
 
 
 @pytest.mark.parametrize(
@@ -466,12 +510,15 @@ def test_every_number_of_ranks_chooses_alike_and_marks_rows_that_are_not_finite(
 )
 def test_what_approaches_greedy_is_greedy(settings):
     logits = hard_to_choose(700)[[0, 1, 4, 5]]  # without equal ones, among which a temperature draws
-    assert Sampler(*settings, seed=3)(logits).tolist() == logits.argmax(-1).tolist()
+    expected = logits.argmax(-1).tolist()
+    assert chosen_by((*settings, 0.0), logits) == expected
+    registry.use([fast_sampling.KERNEL])
+    assert chosen_by((*settings, 0.0), logits) == expected
 
 
 def test_what_is_likely_enough_is_chosen_without_gathering_logits():
     logits = hard_to_choose(700)[:2] * 3
-    alone = [Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
+    alone = [chosen_by(way, logits) for way in WAYS]
     assert run_ranks(2, chosen, logits, False) == [alone] * 2
 
 
@@ -528,7 +575,7 @@ def test_a_long_prompt_leaves_its_neighbours_their_own_end(tiny, out):
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
-def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
+def test_decode_reads_only_the_filled_slots_with_one_graph(compile, monkeypatch):
     """What is beyond them holds NaN, which a mask would not keep out of a sum."""
     net = random_model(change(BASE, n_layers=2, heads={"sliding_window": 11, "window_layers": (1,)}))
     torch._dynamo.reset()
@@ -538,7 +585,7 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     for tensor in tensors:
         tensor[:, :, 9:] = torch.nan
 
-    def sample(logits, comm):
+    def sample(logits, comm, sampler):
         assert logits.isfinite().all()
         for tensor in tensors:
             assert tensor[:, :, 9 + len(seen) :].isnan().all()
@@ -547,7 +594,8 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
         return logits.argmax(-1)
 
     prompts = [[*range(5, 14)], [7, 8]]
-    rows = generate.generate(runner, prompts, 30, sample).rows
+    monkeypatch.setattr(generate, "sample", sample)
+    rows = generate.generate(runner, prompts, 30, Sampler(0)).rows
     assert rows == [greedy_tokens(net, prompt, 30) for prompt in prompts]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compile)
 
@@ -627,17 +675,20 @@ def twice(world, compile):
     prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
     net, greedy, runs = helpers.shard(dataclasses.replace(BASE, wiring="ladder"), world, torch.bfloat16), [], []
 
-    def sample(logits, comm):
+    def sample(logits, comm, sampler):
         runs[-1].append(comm.gather_logits(logits).clone())
-        return Sampler(0)(logits, comm)
+        return original(logits, comm, sampler)
 
+    original = generate.sample
     for junk in (0.0, 1e3):  # what memory held before must not matter
         torch.full((2**18,), junk)
         torch._dynamo.reset()
         runs.append([])
         runner = Runner(net, net.new_cache(3, 24), compile)
         runner.chunk_tokens = 12
-        greedy.append(generate.generate(runner, prompts, 12, sample).rows)
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(generate, "sample", sample)
+            greedy.append(generate.generate(runner, prompts, 12, Sampler(0)).rows)
     logits, same = map(torch.stack, runs)
     assert greedy[0] == greedy[1] and torch.equal(logits, same)
     return greedy[0], logits

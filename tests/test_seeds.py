@@ -7,8 +7,9 @@ import pytest
 import torch
 from helpers import BASE
 
+from generate import sample
 from ladder.command_line.prompts import read_prompts
-from ladder.decoding.batch import Sampler
+from ladder.decoding.batch import SINGLE_DEVICE, Sampler
 from ladder.errors import InputError
 from ladder.seeds import generator
 
@@ -29,8 +30,8 @@ def test_a_longer_one_draws_what_python_draws_whose_twister_takes_all_bits(seed)
 
 
 def sampled(seed):
-    sample = Sampler(1.0, seed=seed)
-    return [sample(torch.zeros(1, 1000)).item() for _ in range(4)]
+    sampler = Sampler(1.0, seed=seed)
+    return [sample(torch.zeros(1, 1000), SINGLE_DEVICE, sampler).item() for _ in range(4)]
 
 
 def prompts(seed):

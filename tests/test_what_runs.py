@@ -345,7 +345,8 @@ MODULE_EDITS = {
 def test_an_edit_of_a_layer_takes_effect(edit, quant):
     if edit == "a parametrization" and quant == "int8":
         pytest.skip("of floats alone")
-    check(load(quant), MODULE_EDITS[edit])
+    own = {"heads": {"qk_norm": True}} if "norm of heads" in edit else {}
+    check(load(quant, **own), MODULE_EDITS[edit])
 
 
 def prune_bias(net):

@@ -22,12 +22,12 @@ from helpers import (
 )
 from reference import Reference
 
+import generate
 import model
 from generate import Runner
 from ladder.architectures.heads import Heads
 from ladder.checkpoints import checkpoint, writing
 from ladder.command_line import flags
-from ladder.command_line.job import parse_generation_flags
 from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.wiring_text import wiring_name
@@ -236,7 +236,7 @@ def test_compiled_code_keeps_the_order_of_the_loop(changes, name, rank, tp_size,
 
 def chosen(own, words):
     """Return the config that generate.py runs with these flags."""
-    return flags.with_wiring(own, parse_generation_flags("", ["--checkpoint", "x", *words.split()]))
+    return flags.with_wiring(own, generate.parse_generation_flags("", ["--checkpoint", "x", *words.split()]))
 
 
 def test_flags_choose_a_wiring():

@@ -38,7 +38,7 @@ from extras.serve.rows import Rows
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
-from ladder.command_line.job import CHAT_CONTEXT, Job, parse_generation_flags
+from ladder.command_line.job import CHAT_CONTEXT, Job
 from ladder.errors import InputError, ProcessLost
 from ladder.progress import progress
 from ladder.ranks import ending, launch
@@ -395,7 +395,7 @@ def main(argv=None):
     with world.together():
         context = min(args.context, checkpoint.read_config(args.checkpoint).max_seq_len)
     batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {max(1, context - 1)} --checkpoint".split()
-    batch = vars(parse_generation_flags(None, [*batch, args.checkpoint])) | vars(args)
+    batch = vars(generate.parse_generation_flags(None, [*batch, args.checkpoint])) | vars(args)
     job = Job(argparse.Namespace(**batch), world)  # as for such a batch
     if job.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
@@ -406,7 +406,7 @@ def main(argv=None):
         from ladder.kernels import compiling
 
         for size in [size for size in rows.runners if size < args.rows]:
-            compiling.warm_up(rows.runners[size], [[0]] * size, job.max_new_tokens, job.sample)
+            compiling.warm_up(rows.runners[size], [[0]] * size, job.max_new_tokens, job.sampler)
 
     def drain(number, frame):
         signal.signal(signal.SIGTERM, ending.terminate)  # a second one ends at once

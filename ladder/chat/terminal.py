@@ -91,7 +91,7 @@ def chat_on_terminal(job, runner):
         max_new_tokens, _ = fit(job.args.max_new_tokens, [ids], context)
         printer = Printer(world.rank, [ids], tokenizer, max_new_tokens, show_prompt=False)
         cached_tokens = len(os.path.commonprefix([cached, ids[:-1]]))
-        answer = Generation(runner, [ids], max_new_tokens, job.sample, job.config.eos_ids, cached_tokens)
+        answer = Generation(runner, [ids], max_new_tokens, job.sampler, job.config.eos_ids, cached_tokens)
         for steps, new in enumerate(answer, start=1):
             printer.push(new)
             if is_stopped(steps, world):

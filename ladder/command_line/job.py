@@ -1,59 +1,16 @@
-"""generate.py's flags, and the Job that they ask for."""
+"""The Job that generate.py's flags ask for."""
 
 import os
 import zlib
 
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line.draft_flag import read_draft
-from ladder.command_line.flags import (
-    Parser,
-    add_json_flag,
-    add_model_flags,
-    add_rank_flags,
-    add_wiring_flags,
-    count,
-    number,
-    read_config,
-    read_dtype,
-    warn_of_wiring,
-    with_wiring,
-)
-from ladder.command_line.prompts import add_prompt_flags, fit, is_chat, read_prompts
+from ladder.command_line.flags import read_config, read_dtype, warn_of_wiring, with_wiring
+from ladder.command_line.prompts import fit, is_chat, read_prompts
 from ladder.decoding.batch import Sampler
-from ladder.kernels import registry
 from ladder.memory import warn_of_memory
 
 CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
-
-
-def parse_generation_flags(description, argv=None):
-    """Return the values of generate.py's flags."""
-    p = Parser(description)
-    g = p.add_argument_group("model")
-    add_model_flags(g, required=True)
-    words = 'torch.compile the decode step, with "all" the prefill too; on a CPU it takes a minute and gains a little'
-    g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
-    words = "run the functions of model.py as written, without faster kernels in their place; also $LADDER_PLAIN=1"
-    g.add_argument("--plain", action="store_true", help=words)
-    add_rank_flags(g, sharded=True)
-    add_wiring_flags(p)
-    add_prompt_flags(p)
-    g = p.add_argument_group("generation")
-    g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
-    g.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="T", help="0: greedy, 1: the model's")
-    g.add_argument("--top-k", type=count, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
-    words = "... among the likeliest of mass P, e.g. 0.95"
-    g.add_argument("--top-p", type=number(float, 0, 1), default=1.0, metavar="P", help=words)
-    seed = number(int, -(2**63), 2**64 - 1)
-    g.add_argument("--seed", type=seed, default=0, metavar="S", help="of sampling and prompts")
-    words = "speculative decoding: a smaller checkpoint, or the text's own n-grams, propose K (3) tokens at a time, "
-    words += "e.g. ngram@4"
-    g.add_argument("--draft", metavar="(DIR|ngram)[@K]", help=words)
-    add_json_flag(g)
-    args = p.parse_args(argv)
-    if args.plain:
-        os.environ[registry.PLAIN] = "1"
-    return args
 
 
 class Job:
@@ -66,7 +23,7 @@ class Job:
                 from ladder.kernels import compiling
 
                 compiling.prepare(world.device)
-            self.sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
+            self.sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
             self.name, stored = read_config(args)
             self.config = config = with_wiring(stored, args)
             self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)

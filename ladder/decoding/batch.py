@@ -1,18 +1,14 @@
-"""Batches: prompts as tensors, caches, and the Sampler, which chooses the next ids by the logits.
-
-Shape letters: B batch, S sequence, V vocabulary, v this rank's part of it.
-"""
+"""Batches: prompts as tensors, caches, and the settings of sampling. Shape letters: B batch, S sequence."""
 
 import torch
 
 from ladder.errors import InputError
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT
 from ladder.seeds import generator
-from model import VOCAB_BLOCK, SingleDevice
+from model import SingleDevice
 
 BUCKET = 256  # the slots of a GPU's cache are a multiple of it
 SINGLE_DEVICE = SingleDevice()
-N_SECTIONS = VOCAB_BLOCK  # a GPU searches so many sections of the logits at the same time; it divides padded v
 
 
 @torch.inference_mode()  # the compiler would make another graph for tensors made outside of inference mode
@@ -57,12 +53,10 @@ def round_up(length, config):
 
 
 class Sampler:
-    """Chooses token ids, the same on all ranks, given a rank's logits and the model's collectives.
+    """How ids are drawn, for generate.sample: the settings, and the random numbers, which are the same on all ranks.
 
-    Ranks exchange only their best candidates, since no wiring would hide the time of gathering all logits. temperature:
-    0 is greedy. top_k, top_p and min_p are applied after it, min_p first: only tokens at least min_p times as likely as
-    the likeliest are drawn. Equal seeds draw equal tokens on any number of ranks. Raises InputError for values out of
-    range.
+    temperature: 0 is greedy. top_k, top_p and min_p are applied after it, min_p first: only tokens at least min_p times
+    as likely as the likeliest are drawn. Raises InputError for values out of range.
     """
 
     def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu", min_p=0.0):
@@ -78,45 +72,18 @@ class Sampler:
         if not -(2**63) <= seed < 2**64:
             raise InputError(f"seed is {seed} but must be a whole number of 64 bits")
         temperature = temperature if temperature >= low else 0  # what both come to as they approach 0
-        self.greedy, self.filters = temperature == 0, top_k is not None or top_p < 1 or min_p > 0
-        self.temperature = torch.tensor(temperature, dtype=torch.float32).item()  # as joined() rounds it
-        self.top_p, self.min_p, self.device = max(top_p, low), min_p, device
+        self.greedy = temperature == 0
+        self.filters = top_k is not None or top_p < 1 or min_p > 0
+        self.temperature = torch.tensor(temperature, dtype=torch.float32).item()  # as sample_rows rounds it
         self.top_k = 2**31 if top_k is None else top_k
-        self.n_candidates = 0 if top_k is None else top_k + 1  # at least so many, to see what top_k excludes
+        self.top_p = max(top_p, low)
+        self.min_p = min_p
+        self.device = device
         self.generator = generator(seed % 2**64, device)
         self.generators = [self.generator]  # one for all rows, or one for each
+        self.n_candidates = 0 if top_k is None else top_k + 1  # at least so many, to see what top_k excludes
         # samplers with an equal key share CUDA graphs; None: sampling is not captured
         self.graph_key = "greedy" if self.greedy else None if self.filters else self
-
-    def __call__(self, logits, comm=SINGLE_DEVICE):
-        """Return token ids (...) for local logits (..., v), or (B, v) unless greedy; -1 if some are not finite."""
-        candidates, choose = self.begin(logits, comm)
-        return choose(comm.all_gather(candidates))
-
-    def begin(self, logits, comm):
-        """Return (what this rank sends to the others, a function from what all ranks sent to the token ids)."""
-        if self.filters and not self.greedy:
-            from ladder.decoding import top_k_top_p
-
-            return top_k_top_p.begin(self, logits, comm)
-        local_logits, first_id, vocab_size = comm.local_logits(logits if self.greedy else logits.float())
-        sections = local_logits.unflatten(-1, (N_SECTIONS, -1))
-        section_max, section_argmax = sections.max(-1)
-        top, section = section_max.max(-1)
-        score = (top + 0 * sections.amin(-1).amin(-1)).double()  # 0 * -inf is NaN: finite only if all logits are
-        if self.greedy:
-            token = section * sections.shape[-1] + section_argmax.gather(-1, section[..., None])[..., 0]
-        else:
-            weights = (local_logits - top[..., None]).div_(self.temperature).exp_()
-            lead, token = self.race(weights, first_id, vocab_size)
-            score = (score[:, None] / self.temperature)[:, 0] + lead.log()  # weights are relative to the top
-
-        def choose(received):
-            scores, ids = received.unbind(-1)
-            winner = ids.gather(0, scores.argmax(0, keepdim=True))[0].long()  # of equal scores, the first rank's
-            return winner.where(scores.isfinite().all(0), -1)
-
-        return torch.stack((score, token + first_id), -1), choose
 
     def random(self, fill, *shape):
         """Return random numbers by a method such as torch.Tensor.uniform_, each row's by its own generator."""
@@ -124,17 +91,3 @@ class Sampler:
         for rows, own in zip(result.chunk(len(self.generators)), self.generators, strict=True):
             fill(rows, generator=own)
         return result
-
-    def race(self, weights, first_id, vocab_size):
-        """Draw local ids (B,) with probabilities proportional to this rank's weights (B, v); returns (leads, ids).
-
-        This is an exponential race among blocks of ids. The lead of a block of weight w is w / e, where e ~ Exp(1), and
-        the largest lead wins with probability w / sum(w), also among all ranks. A second race chooses an id within the
-        block. All ranks draw the same e, so the result does not depend on their number. first_id: of this rank.
-        """
-        n_blocks, by_block = -(-vocab_size // VOCAB_BLOCK), weights.unflatten(-1, (-1, VOCAB_BLOCK))
-        e = self.random(torch.Tensor.exponential_, len(weights), n_blocks + VOCAB_BLOCK)
-        blocks = torch.arange(by_block.shape[1], device=weights.device) + first_id // VOCAB_BLOCK  # the last: padding
-        lead, block = (by_block.sum(-1).double() / e[:, blocks.clamp(max=n_blocks - 1)]).max(-1)
-        id_leads = by_block.gather(1, block[:, None, None].expand(-1, 1, VOCAB_BLOCK))[:, 0] / e[:, n_blocks:]
-        return lead, block * VOCAB_BLOCK + id_leads.argmax(-1)

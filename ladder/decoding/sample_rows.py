@@ -7,6 +7,8 @@ import copy
 
 import torch
 
+import generate
+from ladder.decoding import fast_sampling
 from ladder.decoding.batch import SINGLE_DEVICE
 
 
@@ -25,13 +27,19 @@ def joined(samplers):
 
 
 def sample_rows(samplers, logits, comm=SINGLE_DEVICE):
-    """Return token ids (B,) for local logits (B, v), each row's by a Sampler of its own, with one gather for all."""
+    """Return token ids (B,) for local logits (B, v), each row's as generate.sample chooses it by a Sampler of its own.
+
+    The kernel needs one gather for all rows; generate.sample as written, which takes one Sampler, one for each row.
+    """
+    if not fast_sampling.is_in_use():
+        ids = [generate.sample(row[None], comm, sampler) for sampler, row in zip(samplers, logits, strict=True)]
+        return torch.cat(ids)
     kinds = {}
     for row, sampler in enumerate(samplers):
         kinds.setdefault("greedy" if sampler.greedy else sampler.filters, []).append(row)
     parts = [logits[rows] for rows in kinds.values()] if len(kinds) > 1 else [logits]
     draws = [
-        joined([samplers[row] for row in rows]).begin(part, comm)
+        fast_sampling.begin(part, comm, joined([samplers[row] for row in rows]))
         for rows, part in zip(kinds.values(), parts, strict=True)
     ]
     sizes = [candidates.numel() for candidates, _ in draws]

@@ -8,13 +8,15 @@ from collections import Counter, defaultdict
 import torch
 import torch.nn.functional as F
 
-from ladder.decoding import top_k_top_p
+import generate
+from ladder.decoding import fast_sampling, top_k_top_p
 from ladder.decoding.batch import SINGLE_DEVICE, Sampler, last_tokens, pad
+from ladder.kernels import registry
 from model import cache_slots
 
 
 class Draft:
-    """Proposes the next tokens of each row. A subclass has propose(sequences, done, sample); see step().
+    """Proposes the next tokens of each row. A subclass has propose(sequences, done, sampler); see step().
 
     propose returns the proposed ids (B, P), the distributions (B, P, V) that they were drawn from or None if they were
     not drawn, and for each row whether it has proposals. P is one of `counts`.
@@ -33,15 +35,15 @@ class Draft:
         self.drafted, self.accepted = 0, Counter()
 
     @torch.inference_mode()
-    def step(self, runner, sequences, done, sample):
+    def step(self, runner, sequences, done, sampler):
         """Run one pass of the model over proposals; return [the new ids of each row].
 
-        sequences: the tokens of each row so far. done: which rows have ended. sample: a Sampler.
+        sequences: the tokens of each row so far. done: which rows have ended. sampler: a Sampler.
         """
-        ids, q, has_proposals = self.propose(sequences, done, sample)
+        ids, q, has_proposals = self.propose(sequences, done, sampler)
         if self.runner:
             ids = of_rank_0(ids, runner.model.comm)
-        new = verify(runner, sequences, ids, q, sample)
+        new = verify(runner, sequences, ids, q, sampler)
         self.drafted += ids.shape[1]
         rows = zip(new, done, has_proposals, strict=True)
         self.accepted.update(len(row) - 1 for row, ended, proposed in rows if proposed and not ended)
@@ -50,11 +52,11 @@ class Draft:
     @torch.inference_mode()
     def warm_up(self, runner, sequences):
         """Run a pass with each of the possible numbers of proposals, so that it is compiled."""
-        sample = Sampler(0, device=runner.device)
+        sampler = Sampler(0, device=runner.device)
         for count in self.counts:
             ids = torch.zeros(len(sequences), count, dtype=torch.long, device=runner.device)
-            self.propose(sequences, [False] * len(sequences), sample)
-            verify(runner, sequences, ids, None, sample)
+            self.propose(sequences, [False] * len(sequences), sampler)
+            verify(runner, sequences, ids, None, sampler)
 
 
 class Ngrams(Draft):
@@ -65,10 +67,10 @@ class Ngrams(Draft):
         self.index = defaultdict(dict)  # {row: {n-gram: the index after its last occurrence}}
         self.indexed = Counter()  # {row: how many of its tokens are in the index}
 
-    def propose(self, sequences, done, sample):
+    def propose(self, sequences, done, sampler):
         rows = [None if done[row] else self._lookup(row, ids) for row, ids in enumerate(sequences)]
         filler = [0] * self.count if any(rows) else []
-        ids = torch.tensor([row or filler for row in rows], dtype=torch.long, device=sample.device)
+        ids = torch.tensor([row or filler for row in rows], dtype=torch.long, device=sampler.device)
         return ids, None, [row is not None for row in rows]
 
     def _lookup(self, row, ids, lengths=(3, 2)):  # lengths of n-grams, tried in this order
@@ -99,16 +101,16 @@ class SmallModel(Draft):
         super().begin()
         self.cached, self.begins = min(cached_tokens, self.cached), True
 
-    def propose(self, sequences, done, sample):
-        positions = torch.tensor([len(ids) - 1 for ids in sequences], device=sample.device)
-        logits, longest, ids, q = self.read(sequences, sample.device), max(map(len, sequences)), [], []
+    def propose(self, sequences, done, sampler):
+        positions = torch.tensor([len(ids) - 1 for ids in sequences], device=sampler.device)
+        logits, longest, ids, q = self.read(sequences, sampler.device), max(map(len, sequences)), [], []
         for i in range(self.count):
             if i:
                 logits = self.runner.decode(ids[-1][:, None], positions + i, longest + i)
             logits, comm = logits[:, -1], self.runner.model.comm
             if self.last_id >= self.vocab_size:  # the other model's table has no rows for this padding
                 logits, comm = comm.gather_logits(logits)[:, : self.vocab_size], SINGLE_DEVICE
-            token, p = draw(sample, logits, comm)
+            token, p = draw(sampler, logits, comm)
             ids.append(token)
             q.append(p if p is None else F.pad(p, (0, self.vocab_size - p.shape[-1])))
         return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(sequences)
@@ -130,7 +132,7 @@ class SmallModel(Draft):
 # ---- Verification ----------------------------------------------------------------------------------------------------
 
 
-def verify(runner, sequences, ids, q, sample):
+def verify(runner, sequences, ids, q, sampler):
     """Run one pass of the model over each row's last token and its proposals; return [the new ids of each row].
 
     ids, q: as `proposed` and q of accept(); ids may be (B, 0). All but the last new id of a row were proposed.
@@ -138,10 +140,10 @@ def verify(runner, sequences, ids, q, sample):
     (tokens, positions, longest), comm = last_tokens(sequences, runner.device), runner.model.comm
     logits = runner.decode(torch.cat((tokens, ids), 1), positions, longest + ids.shape[1])
     if not ids.shape[1]:
-        return sample(logits[:, 0], comm)[:, None].tolist()
-    ids, accepted = accept(sample, logits, ids, q, comm)
+        return generate.sample(logits[:, 0], comm, sampler)[:, None].tolist()
+    ids, accepted = accept(sampler, logits, ids, q, comm)
     accepted = accepted.clamp(max=cache_slots(runner.cache) - 2 - positions)  # beyond the cache the logits mean nothing
-    if sample.temperature:
+    if sampler.temperature:
         ids, accepted = of_rank_0(torch.cat((ids, accepted[:, None]), 1), comm).tensor_split([-1], 1)
     return [row[: n + 1] for row, n in zip(ids.tolist(), accepted.flatten().tolist(), strict=True)]
 
@@ -151,55 +153,68 @@ def of_rank_0(ids, comm):
     return comm.all_gather(ids)[0]
 
 
-def probabilities(sample, logits, comm):
+def has_distribution(sampler):
+    """Return whether ids are drawn from what probabilities() returns.
+
+    They are not if they are chosen greedily, or by a generate.sample that somebody has changed: only its ids are known.
+    """
+    if sampler.greedy:
+        return False
+    if fast_sampling.is_edited():
+        registry.say_once("generate.sample was changed: a draft's tokens are accepted where it chooses the same")
+        return False
+    return True
+
+
+def probabilities(sampler, logits, comm):
     """Return (the distributions (B, V) float32 that a Sampler draws from, whether a row's logits are all finite (B,)).
 
-    sample: with a temperature above 0. logits: this rank's (B, v).
+    sampler: with a temperature above 0. logits: this rank's (B, v).
     """
-    if sample.filters:
-        received = comm.all_gather(top_k_top_p.local_candidates(sample, logits, comm))
-        ids, weights, finite = top_k_top_p.candidates(sample, logits, comm, received)
+    if sampler.filters:
+        received = comm.all_gather(top_k_top_p.local_candidates(sampler, logits, comm))
+        ids, weights, finite = top_k_top_p.candidates(sampler, logits, comm, received)
         weights = (weights / weights.sum(-1, keepdim=True)).nan_to_num().float()
         V = comm.local_logits(logits)[2]
         p = torch.zeros(len(ids), V, device=ids.device).scatter_add_(-1, ids.clamp(max=V - 1), weights)  # padding has 0
     else:
         logits = comm.gather_logits(logits).float()
         finite = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
-        p = (logits / sample.temperature).softmax(-1)
+        p = (logits / sampler.temperature).softmax(-1)
     return p.where(finite[:, None], 1 / p.shape[-1]), finite
 
 
-def draw(sample, logits, comm):
-    """Draw from a draft's logits (B, v); return (ids (B,), their distributions (B, V) or None if greedy)."""
-    if sample.temperature == 0:
-        return sample(logits, comm).clamp(min=0), None
-    p, _ = probabilities(sample, logits, comm)
-    return torch.multinomial(p, 1, generator=sample.generator)[:, 0], p
+def draw(sampler, logits, comm):
+    """Draw from a draft's logits (B, v); return (ids (B,), their distributions (B, V) or None: has_distribution)."""
+    if not has_distribution(sampler):
+        return generate.sample(logits, comm, sampler).clamp(min=0), None
+    p, _ = probabilities(sampler, logits, comm)
+    return torch.multinomial(p, 1, generator=sampler.generator)[:, 0], p
 
 
-def accept(sample, logits, proposed, q, comm):
+def accept(sampler, logits, proposed, q, comm):
     """Return (ids (B, P + 1), how many proposals of each row are accepted (B,)).
 
     A row continues with its accepted proposals and one more of its ids. An id is -1 if the logits are not finite.
     logits (B, P + 1, v): the model's, after the last token and after each proposal. proposed (B, P): drawn from
     q (B, P, V); q is None if they were not drawn.
 
-    Greedy: a proposal is accepted if it and all proposals before it are what the model chooses. Otherwise, with the
-    model's distribution p, a proposal d is accepted with probability min(1, p(d) / q(d)). The first rejected one is
-    replaced by a draw from max(0, p - q); if all are accepted, a draw from p follows. So each id is distributed as p
-    (arXiv 2211.17192).
+    Greedy, and with a generate.sample that somebody has changed, a proposal is accepted if it and all proposals before
+    it are what generate.sample chooses. Otherwise, with the model's distribution p, a proposal d is accepted with
+    probability min(1, p(d) / q(d)). The first rejected one is replaced by a draw from max(0, p - q); if all are
+    accepted, a draw from p follows. So each id is distributed as p (arXiv 2211.17192).
     """
-    if sample.temperature == 0:
-        ids = sample(logits, comm)
+    if not has_distribution(sampler):
+        ids = generate.sample(logits.flatten(0, 1), comm, sampler).unflatten(0, logits.shape[:2])
         return ids, (ids[:, :-1] == proposed).long().cumprod(-1).sum(-1)
-    p, finite = (x.unflatten(0, logits.shape[:2]) for x in probabilities(sample, logits.flatten(0, 1), comm))
+    p, finite = (x.unflatten(0, logits.shape[:2]) for x in probabilities(sampler, logits.flatten(0, 1), comm))
     q = F.one_hot(proposed, p.shape[-1]) if q is None else q
     p_d, q_d = (x.gather(-1, proposed[..., None])[..., 0] for x in (p[:, :-1], q))
-    uniform = torch.rand(q_d.shape, device=p.device, generator=sample.generator)
+    uniform = torch.rand(q_d.shape, device=p.device, generator=sampler.generator)
     accepted = (uniform * q_d < p_d).long().cumprod(-1).sum(-1)  # (B,)
     here = torch.arange(len(p), device=p.device), accepted  # the place of each row's last id
     rest = (p[here] - F.pad(q, (0, 0, 0, 1))[here]).clamp_(min=0)
     rest = rest.where(rest.sum(-1, keepdim=True) > 0, p[here])  # if p equals q, rounding may leave nothing
     ids = F.pad(proposed, (0, 1))
-    ids[here] = torch.multinomial(rest, 1, generator=sample.generator)[:, 0]
+    ids[here] = torch.multinomial(rest, 1, generator=sampler.generator)[:, 0]
     return ids.where(finite, -1), accepted

@@ -13,7 +13,7 @@ MIN_CANDIDATES = 64  # each rank sends so many logits, or top_k + 1 if that is m
 
 
 def begin(sample, logits, comm):
-    """Return (what this rank sends, a function from what all ranks sent to token ids (B,)), as Sampler.begin does."""
+    """Return (what this rank sends, a function from what all ranks sent to token ids (B,)): see fast_sampling.begin."""
 
     def choose(received):
         ids, weights, finite = candidates(sample, logits, comm, received)

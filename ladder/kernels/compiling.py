@@ -121,12 +121,12 @@ def compile_ahead(runner, prompts):
 
 
 @torch.inference_mode()
-def warm_up(runner, prompts, max_new_tokens, sample):
+def warm_up(runner, prompts, max_new_tokens, sampler):
     """Compile, or on a GPU capture, a prefill and the passes that follow it; returns the seconds.
 
     On a GPU passes of all these lengths are captured, and of the cache_length after them.
     """
-    start, first, state = time.perf_counter(), max(map(len, prompts)) + 1, sample.generator.get_state()
+    start, first, state = time.perf_counter(), max(map(len, prompts)) + 1, sampler.generator.get_state()
     lengths = {first}
     if runner.device.type == "cuda":
         room = min(cache_slots(runner.cache) - 1, runner.model.config.max_seq_len)
@@ -142,8 +142,8 @@ def warm_up(runner, prompts, max_new_tokens, sample):
             if runner.draft:
                 runner.draft.warm_up(runner, sequences)
             else:
-                runner.make_step()(sequences, None, sample)
-    sample.generator.set_state(state)
+                runner.make_step()(sequences, None, sampler)
+    sampler.generator.set_state(state)
     return time.perf_counter() - start
 
 
@@ -152,10 +152,10 @@ def warm_up_aloud(runner, job):
     say, layers, model = job.world.say, job.config.n_layers, runner.model
     on_cpu = runner.device.type == "cpu"
     if not runner.compiles:  # a GPU captures its eager step, which takes no compiler
-        return warm_up(runner, job.prompts, job.max_new_tokens, job.sample)
+        return warm_up(runner, job.prompts, job.max_new_tokens, job.sampler)
     about = f", about {5 + 1.3 * layers:.0f} s of a core and less if it was compiled before" * on_cpu
     say(f"compiling {layers} layers{about} ...")
-    seconds = warm_up(runner, job.prompts, job.max_new_tokens, job.sample)
+    seconds = warm_up(runner, job.prompts, job.max_new_tokens, job.sampler)
     text = f"compiled in {seconds:.1f} s"
     if on_cpu and not runner.draft and runner.compiles:
         before, after = (1e3 * time_step(runner, job.prompts, way) for way in (model, runner.decode_model))

@@ -7,6 +7,7 @@ import json
 import pkgutil
 
 from ladder.architectures import experts
+from ladder.decoding import fast_sampling
 from ladder.kernels import ordered, quant_kernels, registry
 from ladder.kernels.cpu import experts as cpu_experts
 from ladder.kernels.cpu import heads, latents, stand_ins
@@ -18,7 +19,7 @@ def all_kernels():
 
     lists = stand_ins.KERNELS, stand_ins.WITHOUT_CPP, latents.KERNELS, heads.KERNELS, cpu_experts.KERNELS
     lists = *lists, ordered.KERNELS, split_attention.KERNELS, experts.GPU_KERNELS, *quant_kernels.KERNELS.values()
-    return [kernel for kernels in lists for kernel in kernels]
+    return [kernel for kernels in lists for kernel in kernels] + [fast_sampling.KERNEL]
 
 
 def digests():

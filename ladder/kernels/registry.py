@@ -41,6 +41,7 @@ from ladder.errors import first_line
 
 ROOT = Path(__file__).parents[2]  # of the project, whose functions have digests
 DIGESTS = Path(__file__).with_name("digests.json")  # {"model.attend": digest of its source, ...}
+PLAIN_NAMES = "plain", "registry.plain"  # the decorator in a source
 PLAIN = "LADDER_PLAIN"  # the environment variable that lets no kernel stand in
 
 
@@ -97,6 +98,8 @@ def plain(function):
     return call
 
 
+PLAIN_CALL = plain(lambda: None).__code__  # of all functions that are marked @plain
+
 # what a kernel raises for what it does not know and did not check, such as a cache in another order
 REFUSALS = RuntimeError, IndexError, TypeError, AttributeError, KeyError
 
@@ -149,11 +152,8 @@ def has_known_methods(ready, module):
 
 def is_current(ready):
     """Return whether none of the functions that a kernel stands in for was replaced; say which, if any."""
-    try:
-        if ready.current(ready.namespaces) == ready.known:
-            return calls_are_plain(ready)
-    except AttributeError:  # something without code was put in a function's place
-        pass
+    if not has_replaced(ready):
+        return calls_are_plain(ready)
     for call, code in zip(ready.calls, ready.known, strict=False):
         if code_of(call) is not code:
             say_once(f"{call.name} was replaced: it runs as written, and {off(ready.kernel)}", key=call.name)
@@ -227,6 +227,7 @@ def say_once(text, key=None):
 say_once._dynamo_marked_constant = True  # so that traced code may call it
 said = set()  # the keys of say_once
 used = {}  # {plain function that has kernels: None}, in their order
+watched = {}  # {name of a plain function: what is_edited compares, and what it returned}
 
 # ---- The kernels in use ----------------------------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ def use(kernels):
         if any(ready.kernel == kernel for ready in getattr(function, "kernels", ())):
             continue
         calls = functions_of(kernel)
-        changed = [call.name for call in calls if call.is_ours and digests.get(call.name) != digest(call.function)]
+        changed = changed_functions(calls, digests)
         for name in changed:
             off_for.setdefault(name, []).append(kernel)
         if not changed and hasattr(function, "kernels"):
@@ -252,6 +253,43 @@ def use(kernels):
         names = ", ".join(dict.fromkeys(kernel.name for kernel in without))
         gains = "; ".join(dict.fromkeys(kernel.about for kernel in without))
         say_once(f"{name} was changed: it runs as written, without the kernels of {names} ({gains})", key=name)
+
+
+def changed_functions(calls, digests):
+    """Return the names of the Calls whose source has another digest."""
+    return [call.name for call in calls if call.is_ours and digests.get(call.name) != digest(call.function)]
+
+
+def is_in_use(kernel):
+    """Return whether a kernel stands in now, where it is asked for something besides the calls of its function."""
+    function = pkgutil.resolve_name(kernel.name)
+    if getattr(function, "__code__", None) is not PLAIN_CALL:  # another function was put in its place
+        return False
+    return any(ready.kernel == kernel and is_current(ready) for ready in function.kernels)
+
+
+def is_edited(kernel):
+    """Return whether a kernel's plain function, or one that it calls, is not what the kernel was made for.
+
+    Whether it is in use does not matter: --plain is no edit.
+    """
+    if getattr(pkgutil.resolve_name(kernel.name), "__code__", None) is not PLAIN_CALL:
+        return True
+    ready, edited = watched.get(kernel.name, (None, False))
+    if ready is None or has_replaced(ready):
+        calls = functions_of(kernel)
+        ready = make_ready(kernel, calls)
+        edited = bool(changed_functions(calls, json.loads(DIGESTS.read_text())))
+        watched[kernel.name] = ready, edited
+    return edited
+
+
+def has_replaced(ready):
+    """Return whether any of the functions that a kernel stands in for was replaced since it is in use."""
+    try:
+        return ready.current(ready.namespaces) != ready.known
+    except AttributeError:  # something without code was put in a function's place
+        return True
 
 
 def is_off():
@@ -402,7 +440,7 @@ def syntax_tree(code):
     tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     definition = tree.body[0]
     if isinstance(definition, ast.FunctionDef):
-        definition.decorator_list = [d for d in definition.decorator_list if ast.unparse(d) != "plain"]
+        definition.decorator_list = [d for d in definition.decorator_list if ast.unparse(d) not in PLAIN_NAMES]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
