@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder import config_check, wiring_text
-from ladder.architectures import ARCHITECTURES, Architecture
+from ladder.architectures import Architecture
 from ladder.errors import InputError, did_you_mean
 from ladder.kernels import quant_linear
 from ladder.kernels.registry import begin_pass, end_pass, plain
@@ -71,8 +71,7 @@ class Config:
     architecture: tuple[Architecture, ...] = ()
 
     def __post_init__(self):
-        order = [*ARCHITECTURES]
-        ordered = sorted(self.architecture, key=lambda each: order.index(each.name))
+        ordered = sorted(self.architecture, key=lambda each: (each.yields, each.name))
         object.__setattr__(self, "architecture", tuple(ordered))
         _ = self.layer_wirings  # is computed now, since the compiler cannot trace how text is parsed
         config_check.check(self)
@@ -410,18 +409,31 @@ class Attention(nn.Module):
         metadata: what all layers share of this pass, an AttentionMetadata (ladder/layers/attention_inputs.py).
         cache: None or (k, v), both (B, K, T, H), which are written to.
         """
-        q, k, v = self.split_heads(self.wqkv(x))
-        q, k, v = rotate_into_cache(q, k, v, metadata.rope, metadata, cache)
-        if cache is not None and metadata.mask is not None:  # else the keys of this pass are all
+        q, k, v, *others = self.split_heads(self.wqkv(x), metadata)
+        rope, mask = self.rope_and_mask(metadata)
+        q, k, v = rotate_into_cache(q, k, v, rope, metadata, cache)
+        if cache is not None and mask is not None:  # else the keys of this pass are all
             k, v = cache
-        y = attend(q, k, v, metadata.mask)
-        return self.wo(y.flatten(1, 2).transpose(1, 2).flatten(2))
+        y = self.attend(q, k, v, mask, metadata)
+        return self.wo(self.join_heads(y, *others))
 
-    def split_heads(self, qkv):
+    # The steps of forward, which an Architecture may change (ladder/architectures/heads.py):
+
+    def split_heads(self, qkv, metadata):
         """Return q (B, K, G, S, H), k and v (B, K, 1, S, H) of the output of wqkv (B, S, rows)."""
         B, S, rows = qkv.shape
         heads = qkv.view(B, S, self.count_kv_heads(rows), -1, self.head_dim).permute(0, 2, 3, 1, 4)
         return heads.tensor_split((-2, -1), dim=2)
+
+    def rope_and_mask(self, metadata):
+        return metadata.rope, metadata.mask
+
+    def attend(self, q, k, v, mask, metadata):
+        return attend(q, k, v, mask)
+
+    def join_heads(self, y):
+        """Return (B, S, N H) of y (B, K, G, S, H), in the order of wo's columns."""
+        return y.flatten(1, 2).transpose(1, 2).flatten(2)
 
     def count_kv_heads(self, rows):
         """Return the number of KV heads in so many rows of wqkv: of whole groups, or 1, with a part of its queries."""
@@ -512,6 +524,11 @@ class Transformer(nn.Module):
         self.output = Linear(config.dim, config.vocab_size, bias=False)
         # theta^(-2i / R) for each pair i of the R dimensions that turn, scaled for a longer context; never on "meta"
         self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
+
+    @property
+    def attentions(self):
+        """The attentions, in the order of the cache."""
+        return [block.attention for block in self.layers]
 
     device = property(lambda self: self.norm.weight.device)
     dtype = property(lambda self: self.norm.weight.dtype)  # of activations, and of weights that are not quantized

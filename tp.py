@@ -219,7 +219,7 @@ def plan_key(name):
 
 def _shard_slice(model, name, whole, plan, dtype, rank):
     path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
-    owner = name if path.endswith(".attention") else path  # an attention may have parameters of its own
+    owner = name if path.endswith((".attention", ".feed_forward")) else path  # they may have parameters of their own
     dim, ranges = plan.get(plan_key(owner), (0, None))
     as_stored = whole.dtype == torch.float16 and dtype == torch.bfloat16  # only scales and zeros of groups are float16
     dtype = dtype if whole.itemsize > 1 else whole.dtype

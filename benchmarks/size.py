@@ -26,10 +26,10 @@ ROOT = Path(__file__).parents[1]
 AGREED = ROOT / "benchmarks" / "size.json"
 IDEAS = {  # {an idea: what names it in code}
     # architectures
-    "mixture": r"Mixture|n_experts|\w*shared_expert\w*|expert_groups",
+    "mixture": r"Mixture|n_experts|\w*shared_expert\w*|expert_groups|experts_per_token|expert_size",
     "latent": r"Latent|latent_attention|LatentAttention|latent_dim|query_rank",
     "linear": r"LinearAttention|linear_attention|GatedDeltaNet|linear_layers",
-    "heads": r"Heads|qk_norm|whole_qk_norm|score_cap|window_layers|llama4_beta",
+    "heads": r"Heads|qk_norm|whole_qk_norm|score_cap|window_layers|nope_layers|query_scale|llama4_beta",
     "postnorm": r"PostNorm|PostNormSums|POST_NORMS",
     # wirings
     "farskip": r"\w*farskip\w*|FARSKIP\w*",
@@ -77,8 +77,9 @@ def places(code):
 
 def sizes():
     """Return {what: number}."""
-    listed = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
-    code = {path: tokens(path) for path in listed}
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
+    code = {path: tokens(path) for path in listed if path.endswith(".py")}
+    cpp = [path for path in listed if path.endswith((".cpp", ".h"))]
 
     def count(*beginnings):
         return sum(len(own) for path, own in code.items() if path.startswith(beginnings))
@@ -88,7 +89,7 @@ def sizes():
         generate.main(["--checkpoint", str(ROOT / "demo"), "--prompt", "Once", "--max-new-tokens", "2"])
     files = {Path(getattr(module, "__file__", None) or "/") for module in [*sys.modules.values()]}
     own = {file.relative_to(ROOT).as_posix() for file in files if file.is_relative_to(ROOT)} & code.keys()
-    imported = {name for name in own if not name.startswith("benchmarks/") and not name.endswith("__init__.py")}
+    imported = {name for name in own if not name.startswith("benchmarks/") and code[name]}
     tests = count("tests/")
     return {
         "tokens of model.py, tp.py and generate.py": count("model.py", "tp.py", "generate.py"),
@@ -98,6 +99,7 @@ def sizes():
         "tokens of benchmarks": count("benchmarks/"),
         "tokens that are no test": count("") - tests,
         "tokens of tests": tests,
+        "words and signs of C++": sum(len(re.findall(r"\w+|[^\w\s]", (ROOT / path).read_text())) for path in cpp),
         "fields of Config": len(dataclasses.fields(Config)),
         "flags of generate.py": shown.count("\n  --"),
         **places({path: texts for path, texts in code.items() if not path.startswith(("tests/", "benchmarks/size"))}),

@@ -1,5 +1,6 @@
 """Whether the fields of a Config suit one another; ladder/checkpoints/checkpoint.py checks their types."""
 
+from ladder.architectures import ARCHITECTURES
 from ladder.errors import InputError
 from ladder.kernels import quant_linear
 from ladder.layers import rope_scaling
@@ -22,6 +23,12 @@ def check(c):
         raise InputError(f"norm {c.norm!r} is unknown; known: {', '.join(NORMS)}")
     if c.activation not in ACTIVATIONS:
         raise InputError(f"activation {c.activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
+    names = [each.name for each in c.architecture]
+    for name in names:
+        if name not in ARCHITECTURES:
+            raise InputError(f"architecture {name!r} is none of ladder/architectures: {', '.join(ARCHITECTURES)}")
+        if names.count(name) > 1:
+            raise InputError(f"architecture {name!r} is given {names.count(name)} times")
     for each in c.architecture:
         each.check(c)
     check_quantization(c)

@@ -107,8 +107,7 @@ def step_bytes(model, cache, filled, drafted=0):
     Of the cache count `filled` slots, or a window of them, or the state of linear attention.
     """
     total = sum(weight_bytes(model, len(cache[0][0]) * (1 + drafted)).values())
-    for i, layer in enumerate(cache):  # of several lanes one after another
-        attention = model.layers[i % model.config.n_layers].attention
+    for attention, layer in zip(model.attentions, cache, strict=True):
         if attention.rewindable:
             total += sum(tensor[:, :, 0].nbytes for tensor in layer) * attention.slots_read(filled)
         else:  # a state, which a step reads as a whole

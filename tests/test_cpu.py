@@ -20,7 +20,6 @@ from test_quantize import CASES, INT8, check_model, integers
 
 import generate
 import model
-from ladder.architectures import heads
 from ladder.checkpoints import checkpoint
 from ladder.kernels import compilers, compiling, cpp, quant_linear, registry
 from ladder.kernels.cpu import loading, skinny_gemm, stand_ins
@@ -316,14 +315,14 @@ def test_a_layers_attention_in_one_call_is_the_same_bit_by_bit(quant, most, spec
     monkeypatch.setattr(skinny_gemm, "SKINNY_ROWS", 8)
     shape = {"n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 64, "dim": 128, "intermediate_size": 64}
     config = change(BASE, **shape, **special, quant=quant, group_size=64 if quant == "int4" else None)
-    plain = model.Attention.forward
+    name = "model.Attention.forward"
     if "heads" in special:
         config = change(config, heads={"sliding_window": 5, "window_layers": (1,)})
-        plain = heads.HeadAttention.forward
+        name = "ladder.architectures.heads.HeadAttention.forward"
     net = generate.load_model(config, None, "bfloat16", WORLD)
     for i, vector in enumerate(p for p in net.parameters() if p.dim() == 1):  # biases and norms
         vector.data = numbers(i + 1, len(vector))[-1]
-    first, name = torch.tensor([[9], [0]]), f"{plain.__module__}.{plain.__qualname__}"
+    first = torch.tensor([[9], [0]])
     for S, block in itertools.product((3, most // 2 + 1), net.layers):
         metadata = attention_metadata(net, first + torch.arange(S), torch.arange(20))
         x, keys, values = numbers(2, S, 128), *numbers(2, 2, 2, 20, 64)[:, None].repeat(1, 2, 1, 1, 1, 1)
@@ -331,7 +330,7 @@ def test_a_layers_attention_in_one_call_is_the_same_bit_by_bit(quant, most, spec
             one_call = block.attention(x, metadata, (keys[0], values[0]))
         assert counts[name] == (S == 3)
         with pytest.MonkeyPatch.context() as m:
-            m.setattr(plain, "kernels", ())
+            m.setattr(model.Attention.forward, "kernels", ())
             several = block.attention(x, metadata, (keys[1], values[1]))
         assert torch.equal(one_call, several) and torch.equal(*keys) and torch.equal(*values)
 

@@ -168,6 +168,10 @@ def test_the_functions_of_a_notebook(tiny, greedy):
     for prompts, line in ("a", " is one text"), ([], " is empty"), (["a", ""], r"\[1\] is an empty text"):
         with pytest.raises(InputError, match=f"prompts{line}"):
             complete(model, tokenizer, prompts)
+    bad = {"draft": "ngrm", "max_new_tokens": 3.5, "proposals": 0, "temperature": None, "stream": "no"}
+    for name, value in bad.items():
+        with pytest.raises(InputError, match=f"^{name} is {value!r} but must be "):
+            complete(model, tokenizer, ["a"], **{name: value})
 
 
 def unlike(world, folder, other):

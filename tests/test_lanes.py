@@ -8,12 +8,15 @@ import torch
 from helpers import BASE, ONE_EACH, StateWeights, random_model, rank_logits, run_ranks, shard
 from test_quantize import BIASED as BIASED_INTEGERS
 from test_quantize import INT4, INT8, dequantized_state, quantized_state
+from test_serve import in_turns
 from test_tp import BIASED, check_ranks
 
 import tp
 from ladder.errors import InputError
 from ladder.lanes.lanes import lanes_of_rank, load_lanes
+from ladder.memory import step_bytes
 from ladder.progress import progress
+from ladder.ranks.world import World
 
 LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.depends_on_lanes]
 LANED = [*(f"{wiring}/4" for wiring in LANED if wiring != "upper-bound"), "desync:3/4", "delayed-3/4"]
@@ -78,3 +81,15 @@ def test_lanes_of_integers_compute_what_their_numbers_say(config):
     for ranks in 1, 2, (3, 1):
         for logits in run_ranks(ranks, lane_logits, config, state):
             assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_what_counts_bytes_and_serves_rows_finds_the_attentions_of_all_lanes():
+    net, one = lanes(dataclasses.replace(BASE, wiring="spd/2")), random_model(BASE)
+    cache, cache_of_one = net.new_cache(2, 9), one.new_cache(2, 9)
+    assert len(net.attentions) == len(cache) == 2 * len(cache_of_one)
+    read = [step_bytes(model, c, 3) - step_bytes(model, c, 0) for model, c in ((net, cache), (one, cache_of_one))]
+    assert read[0] == read[1] > 0
+    requests = [(0, {"ids": [1, 5, 6], "max_tokens": 4}), (1, {"ids": [1, 9], "max_tokens": 3})]
+    config = dataclasses.replace(BASE, wiring="spd/2", eos_ids=())
+    rows = in_turns(World(0, 1, torch.device("cpu")), config, requests, 2, load=load_lanes)[0]
+    assert [len(ids) for ids in rows] == [4, 3]

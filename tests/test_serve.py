@@ -132,9 +132,9 @@ ASK = {  # a request to Rows, without ids and max_tokens
 }  # fmt: skip
 
 
-def in_turns(world, config, requests, n_rows, few_sizes=False):
+def in_turns(world, config, requests, n_rows, few_sizes=False, load=tp.load_shard):
     """What Rows answers to requests [(pass in which it comes, request)], and [(rows that decode, rows of the pass)]."""
-    net = shard(config, world)
+    net = shard(config, world, load=load)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("extras.serve.rows.SHORT_CHUNK", 5)  # so that a prompt takes several, between others' steps
         runner, sizes, decode = Runner(net, net.new_cache(n_rows, config.max_seq_len)), [], Runner.decode

@@ -61,10 +61,8 @@ def rank_work(config, dtype, rank, shares, batch, context):
         if "norm" in name or "tok_embeddings" in name:
             continue
         place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
-        read, used = 1, 1  # the shares of the weights that a step reads, and that one token is multiplied by
-        if ".experts." in name:
-            read = share_read(config, name, batch)
-            used = share_read(config, name, 1)
+        read = share_read(config, name, batch)  # of the weights, by a step
+        used = share_read(config, name, 1)  # of the weights, in the products of one token
         n_bytes[place] += size * stored.itemsize * read
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte

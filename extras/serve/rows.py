@@ -142,8 +142,8 @@ class Rows(list):
         for row in [row for row in decoding if row.slot >= size]:
             self.swap(row, others.pop())
         rows, runner = sorted(self, key=lambda row: row.slot)[:size], self.runners[size]
-        layers, caches = runner.model.layers, [self.caches[row.slot] for row in rows if row.prefilling]
-        with_states = [i for i in range(len(runner.cache)) if not layers[i % len(layers)].attention.rewindable]
+        caches = [self.caches[row.slot] for row in rows if row.prefilling]
+        with_states = [i for i, attention in enumerate(runner.model.attentions) if not attention.rewindable]
         states = [(state, state.clone()) for cache in caches for i in with_states for state in cache[i]]
         logits = runner.decode(*last_tokens([row.ids for row in rows], runner.device))[:, 0]
         for state, before in states:

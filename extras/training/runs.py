@@ -32,7 +32,8 @@ def read_configs(args):
         if each.named_wiring.model or each.parsed.name == "upper-bound":
             raise InputError(f"a model in the wiring {each.wiring} cannot be trained")
         if not each.rewindable:
-            raise InputError("linear attention cannot be trained: a state would go on to the next text of a window")
+            names = " and ".join(own.name for own in each.architecture if not own.rewindable)
+            raise InputError(f"{names} attention cannot be trained: a state would go on to the next text of a window")
         if args.fresh and getattr(each.find(Mixture), "router", None) == "sigmoid":
             raise InputError("--fresh trains no router of sigmoid scores: no gradient balances its expert_bias")
         check_lanes(each)

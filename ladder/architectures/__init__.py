@@ -11,7 +11,6 @@ import dataclasses
 import pkgutil
 
 ARCHITECTURES = {  # {its name in config.json: module:class}
-    # the first one that answers a question counts, so those of some layers come before "heads", which is of all
     "postnorm": "ladder.architectures.postnorm:PostNorm",
     "mixture": "ladder.architectures.mixture:Mixture",
     "latent": "ladder.architectures.latent:Latent",
@@ -36,6 +35,8 @@ class Architecture:
     """A difference from a Llama. Subclasses are frozen dataclasses; `config` is the Config that lists this object."""
 
     name = ""  # in ARCHITECTURES
+    # Whether it yields to others that answer the same question, such as which attention a layer has.
+    yields = False
     # Whether a row's cache can forget its last tokens, as drafts and a server's reuse of prompts need.
     rewindable = True
     # Matrices that are never quantized: they are small, but their errors would not be, or their floats are needed.
@@ -55,13 +56,16 @@ class Architecture:
     # ---- What model.py asks; None: as in a Llama ----
 
     def attention(self, config, layer):
-        """Return the attention of a layer: a module with forward(x, metadata, cache) and what model.Attention has."""
+        """Return the attention of a layer: a module that answers what model.Attention does.
+
+        That is forward(x, metadata, cache), new_cache, slots_read, multiplications and rewindable.
+        """
 
     def feed_forward(self, config, layer):
         """Return the MLP of a layer: a module with forward(x)."""
 
     def complete_block(self, config, block):
-        """Add to a Block of a layer, or replace in it, what a Llama has not."""
+        """Add modules to a Block, or replace some."""
 
     def collectives(self, config, model):
         """Return the Collectives of a new loop of a model, which wrap model.comm."""

@@ -11,7 +11,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import model
 from ladder.architectures import Architecture
 from ladder.checkpoints.families import FAMILIES
 from ladder.errors import InputError
@@ -26,6 +25,7 @@ class Heads(Architecture):
     """What differs; the defaults are a Llama's."""
 
     name = "heads"
+    yields = True  # to linear attention, which only some layers have
 
     qk_norm: bool = False  # whether queries and keys are normed, head by head
     whole_qk_norm: bool = False  # with qk_norm: one norm over the heads of all ranks, not one for each head
@@ -60,8 +60,8 @@ class Heads(Architecture):
 
     def of_first_layers(self, n_layers):
         windowed = tuple(i for i in self.window_layers if i < n_layers)
-        unturned = tuple(i for i in self.nope_layers if i < n_layers)
-        return dataclasses.replace(self, window_layers=windowed, nope_layers=unturned)
+        without_rope = tuple(i for i in self.nope_layers if i < n_layers)
+        return dataclasses.replace(self, window_layers=windowed, nope_layers=without_rope)
 
     def attention(self, config, layer):
         return HeadAttention(config, layer, self)
@@ -161,29 +161,34 @@ class HeadAttention(Attention):
             self.k_norm = make_norm(K * H if self.whole_norm else H, config.norm_eps)
         self.sinks = nn.Parameter(torch.empty(N)) if settings.sinks else None
 
-    @plain
-    def forward(self, x, metadata, cache):
-        """Return this rank's partial (B, S, D) of x (B, S, D), as Attention does."""
-        own = metadata.own["heads"]
-        q, k, v = self.split_heads(self.wqkv(x))
-        q, gate = (q[:, :, ::2], q[:, :, 1::2]) if self.gate else (q, None)  # (B, K, G, S, H)
+    def split_heads(self, qkv, metadata):
+        """Return what Attention does, with queries and keys normed, and the gate (B, K, G, S, H) or None."""
+        q, k, v = super().split_heads(qkv, metadata)
+        q, gate = (q[:, :, ::2], q[:, :, 1::2]) if self.gate else (q, None)
         q, k = norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
-        rope = own.window_rope if self.window else metadata.rope
-        rope = rope if self.rotates else None
-        q, k, v = model.rotate_into_cache(q, k, v, rope, metadata, cache)
-        if own.query_scale is not None:
-            q = (q * own.query_scale).type_as(q)
-        mask = own.window_mask if self.window else metadata.mask
-        keys, values = (k, v) if cache is None or mask is None else cache  # without a mask, those of this pass are all
+        return q, k, v, gate
+
+    def shared(self, metadata):
+        """Return the HeadMetadata of a pass."""
+        return metadata.own[Heads.name]
+
+    def rope_and_mask(self, metadata):
+        own = self.shared(metadata)
+        rope, mask = (own.window_rope, own.window_mask) if self.window else (metadata.rope, metadata.mask)
+        return rope if self.rotates else None, mask
+
+    def attend(self, q, k, v, mask, metadata):
+        scale = self.shared(metadata).query_scale
+        if scale is not None:
+            q = (q * scale).type_as(q)
         if self.sinks is not None:
-            y = attend_with_sinks(q, keys, values, mask, self.sinks)
-        elif self.score_cap:
-            y = attend_capped(q, keys, values, mask, self.score_cap)
-        else:
-            y = model.attend(q, keys, values, mask)
-        if gate is not None:
-            y = y * gate.sigmoid()
-        return self.wo(y.flatten(1, 2).transpose(1, 2).flatten(2))
+            return attend_with_sinks(q, k, v, mask, self.sinks)
+        if self.score_cap:
+            return attend_capped(q, k, v, mask, self.score_cap)
+        return super().attend(q, k, v, mask, metadata)
+
+    def join_heads(self, y, gate):
+        return super().join_heads(y if gate is None else y * gate.sigmoid())
 
     def slots_read(self, filled):
         return min(filled, self.window) if self.window else filled

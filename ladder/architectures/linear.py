@@ -38,18 +38,23 @@ class LinearAttention(Architecture):
     value_dim: int  # Y
     conv_width: int  # W
 
-    rewindable = False  # a state cannot forget a token
     not_quantized = ("wba",)  # which says how fast a state forgets
 
     def check(self, config):
         """Raise InputError if the settings describe no layer."""
         if not {*self.layers} <= {*range(config.n_layers)}:
             raise InputError(f"linear: layers are from 0 to {config.n_layers - 1}, not {self.layers}")
+        if min(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width) < 1:
+            raise InputError("linear: the numbers of heads, their dimensions and conv_width are at least 1")
         if self.value_heads % self.key_heads:
             raise InputError(f"value_heads {self.value_heads} is no multiple of key_heads {self.key_heads}")
 
     def of_first_layers(self, n_layers):
         return dataclasses.replace(self, layers=tuple(i for i in self.layers if i < n_layers))
+
+    @property
+    def rewindable(self):
+        return not self.layers  # a state cannot forget a token
 
     def attention(self, config, layer):
         return GatedDeltaNet(config, self) if layer in self.layers else None

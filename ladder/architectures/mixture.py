@@ -56,7 +56,9 @@ class Mixture(Architecture):
         if config.activation != "silu" or config.mlp_bias:
             what = "mlp_bias" if config.mlp_bias else f"activation {config.activation}"
             raise InputError(f"{what} is not for a mixture of experts")
-        if self.experts_per_token > E:
+        if min(E, self.expert_size) < 1:
+            raise InputError(f"a mixture of {E} experts of {self.expert_size} neurons needs at least 1 of each")
+        if not 1 <= self.experts_per_token <= E:
             raise InputError(f"experts_per_token is {self.experts_per_token} but must be from 1 to {E}")
         if wiring.depends_on_lanes and config.wiring != "upper-bound" or wiring.model:
             why = "ranks with streams of their own would choose different experts"

@@ -110,7 +110,9 @@ def check_fields(kind, values, source):
     required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     for what, keys in ("unknown", values.keys() - fields.keys()), ("no", required - values.keys()):
         if keys:
-            raise InputError(f"{source}: {what} key {min(keys)!r}")
+            is_old = what == "unknown" and kind is Config
+            old = "; if an earlier version converted this folder, convert it again" if is_old else ""
+            raise InputError(f"{source}: {what} key {min(keys)!r}{old}")
 
 
 def with_tuples(values):

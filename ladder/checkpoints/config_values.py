@@ -3,7 +3,7 @@
 import re
 import reprlib
 
-from ladder.architectures import all_architectures
+from ladder.architectures import ARCHITECTURES, all_architectures
 from ladder.checkpoints.checkpoint import LARGEST_NUMBER, MOST_LAYERS
 from ladder.errors import InputError
 
@@ -80,5 +80,8 @@ def check_values(values, keys, prefix=""):
 
 def with_hf_keys(message, values):
     """Return a message about fields of Config with Hugging Face's keys in their place. values: of the config.json."""
-    keys = HF_KEYS | {ours: theirs for kind in all_architectures().values() for ours, theirs in kind.hf_keys.items()}
+    keys = dict(HF_KEYS)
+    for name, kind in all_architectures().items():
+        others = [other for other in ARCHITECTURES if other != name and f"{other}: " in message]
+        keys |= {} if others else kind.hf_keys  # a message about one architecture has the words of that one
     return re.sub(r"\w+", lambda match: match[0] if match[0] in values else keys.get(match[0], match[0]), message)

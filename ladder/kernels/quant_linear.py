@@ -275,9 +275,9 @@ def eight_bits(config):
 
 
 def replace_matrices(model):
-    """Replace the linears and embeddings of a Transformer by integer ones, except config.not_quantized.
+    """Replace the linears and embeddings of a Transformer by integer ones.
 
-    Nor are those that an Architecture names, such as the matrices that choose experts.
+    Those that config.not_quantized or an Architecture names stay floats, such as the matrices that choose experts.
     """
     config, listed = model.config, eight_bits(model.config)
     unknown = {name for name in listed if "." in name}

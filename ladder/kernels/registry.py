@@ -85,7 +85,7 @@ def plain(function):
                 usable = ready.is_current and not torch.is_grad_enabled()
             else:
                 usable = may_stand_in(ready, arguments, named)
-            if usable and (ready.owner is None or has_known_methods(ready, arguments[0])):
+            if usable and (ready.owner is None or has_known_methods(ready, arguments[0], call.kernels)):
                 try:
                     result = ready.function(*arguments, **named)
                 except REFUSALS as error:
@@ -142,10 +142,15 @@ def may_stand_in(ready, arguments, named):
     return is_current(ready) and not has_transforms()
 
 
-def has_known_methods(ready, module):
-    """Return whether a module has no methods but those of the class that the kernel was made for."""
+def has_known_methods(ready, module, kernels):
+    """Return whether a module has no methods but those of the class that the kernel was made for.
+
+    kernels: all of the plain function; a subclass that inherits it may have one of its own among them.
+    """
     if type(module) is ready.owner and ready.methods.isdisjoint(module.__dict__):
         return True
+    if type(module) is not ready.owner and any(type(module) is other.owner for other in kernels):
+        return False
     say_once(f"a {type(module).__name__} may have functions of its own: {off(ready.kernel)}")
     return False
 
@@ -402,6 +407,10 @@ def _add_call(calls, namespace, attribute):
 def _add_calls_in(calls, tree, scope, owner):
     """Add what a function calls. scope: its module. owner: the class of a method, or None."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()" and inspect.isclass(owner):
+            parents = [parent for parent in owner.__mro__[1:] if node.attr in vars(parent)]
+            if parents and callable_in_project(vars(parents[0])[node.attr]):
+                _add_call(calls, parents[0], node.attr)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if (
                 node.value.id == "self"

@@ -89,6 +89,11 @@ class Lanes(nn.Module):
         hidden_states = [torch.cat(xs[i::n], dim=1) for i in range(n)]
         return torch.cat([lane.head(x, last_index) for lane, x in zip(self.lanes, hidden_states, strict=True)], dim=-1)
 
+    @property
+    def attentions(self):
+        """The attentions of all lanes, in the order of the cache."""
+        return [attention for lane in self.lanes for attention in lane.attentions]
+
     def new_cache(self, batch, length):
         """Return the caches of all lanes, one lane's layers after another's."""
         return [layer for lane in self.lanes for layer in lane.new_cache(batch, length)]

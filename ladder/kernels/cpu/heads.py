@@ -9,7 +9,7 @@ from ladder.layers.norms import RMSNorm
 
 def attention(self, x, metadata, cache):
     """Compute the attention of a few new positions in one call, in layers that the operator knows."""
-    own = metadata.own["heads"]
+    own = self.shared(metadata)
     if self.gate or not self.rotates or self.score_cap or self.whole_norm or own.query_scale is not None:
         return None
     if self._parameters or self.__dict__["sinks"] is not None or len(self._modules) != 4:

@@ -1,4 +1,4 @@
-"""The functions of skinny_gemm.cpp that stand in for those of latent attention. Shape letters: latent_attention.py."""
+"""The functions of skinny_gemm.cpp that stand in for those of architectures/latent.py, where its letters are."""
 
 import torch
 

@@ -184,6 +184,6 @@ KERNELS = [
     Kernel("model.FeedForward.forward", feed_forward, "an MLP of few rows is one call", (LINEAR, *QUANT)),
     Kernel("model.attend", attend, "few positions are about twice as fast"),
     Kernel("model.rotate_into_cache", rotate_into_cache, "a rotation is one call", compiles=False),
-    Kernel("model.Attention.forward", attention, "few positions are one call", (LINEAR, NORM, *QUANT), compiles=False),
+    Kernel("model.Attention.forward", attention, "few positions are one call", (LINEAR, *QUANT), compiles=False),
 ]
 WITHOUT_CPP = [Kernel(LINEAR, linear_in_float32, "many rows are multiplied in float32")]
