@@ -85,7 +85,7 @@ SCRIPTS = {
         {
             "--mode int4 --group-size 48 --out {even}": "already exists: remove it or give another folder",
             "--mode int4 --group-size 48": "group size 48 is none of 32, 64, 128",
-            "--mode int8 --group-size 64": "a group size is for int4",
+            "--mode fp8 --group-size 64": "a group size is for int4",
             "--mode int8 --keep w9": "cannot keep 'w9' from being quantized; known: tok_embeddings, wqkv",
             "--mode int8 --keep wqkv,wo,w1,w2,w3,output,tok_embeddings": "leaves nothing to quantize",
         },
