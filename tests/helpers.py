@@ -287,6 +287,7 @@ def check_split_attention(count, window, T, device, sinks=None):
 
     Keys in blocks that a row need not read are NaN.
     """
+    from ladder.architectures.heads import attend_with_sinks
     from ladder.kernels.gpu.split_attention import KEY_BLOCK, split_attend  # imports the compiler
 
     generator, starts = torch.Generator().manual_seed(0), torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
@@ -294,7 +295,8 @@ def check_split_attention(count, window, T, device, sinks=None):
     k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
     positions, keys = starts + torch.arange(count), torch.arange(T)
     mask = (keys <= positions[..., None]) & (keys > positions[..., None] - (window or T))
-    plain = attend(q, k, v, mask, None, sinks).flatten(2, 3)
+    plain = attend(q, k, v, mask) if sinks is None else attend_with_sinks(q, k, v, mask, sinks)
+    plain = plain.flatten(2, 3)
     for row, (start, end) in enumerate(positions[:, [0, -1]].clamp(max=T - 1).tolist()):
         needed = range((max(0, start + 1 - window) if window else 0) // KEY_BLOCK, end // KEY_BLOCK + 1)
         unneeded = [i for i in range(513) if i // KEY_BLOCK not in needed]
