@@ -49,13 +49,8 @@ def complete(
     asked = {name: value for name, value in locals().items() if name not in ("model", "tokenizer", "prompts", "draft")}
     if tokenizer is None:
         raise InputError("tokenizer is None: the checkpoint has none, so there is no text to complete")
-    if draft is not None and draft != "ngram" and not hasattr(draft, "config"):
-        raise InputError(f"draft is {draft!r} but must be None, 'ngram' or a model")
-    for name, number in ("max_new_tokens", max_new_tokens), ("proposals", proposals):
-        if type(number) is not int or number < 1:
-            raise InputError(f"{name} is {number!r} but must be a whole number, at least 1")
-    if not isinstance(temperature, int | float):
-        raise InputError(f"temperature is {temperature!r} but must be a number from 0 (greedy)")
+    if type(proposals) is not int or proposals < 1:
+        raise InputError(f"proposals is {proposals!r} but must be a whole number, at least 1")
     if type(stream) is not bool:
         raise InputError(f"stream is {stream!r} but must be True or False")
     if isinstance(prompts, str):

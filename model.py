@@ -392,8 +392,6 @@ class Attention(nn.Module):
     one KV head and some of its query heads (tp.head_ranges); how many it holds is read from the shapes.
     """
 
-    rewindable = True  # whether the cache can forget a row's last tokens
-
     def __init__(self, config, query_rows=None):  # query_rows: of wqkv for a query head, by default head_dim
         super().__init__()
         N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
@@ -600,18 +598,23 @@ class Transformer(nn.Module):
         return [block.attention.new_cache(batch, length, self.device, self.dtype) for block in self.layers]
 
 
+def has_slots(layer_cache):
+    """Return whether a layer's part of a cache has a slot for each token, and is not a state."""
+    return layer_cache[0].dim() == 4
+
+
 def cache_slots(cache):
     """Return the number of slots T of a cache, 1 if no layer has any.
 
     Slot i holds the key and the value of position i. The last is a dummy slot, which no pass reads: tokens at positions
     past the end, such as a draft's last proposals, are written there.
     """
-    return next((keys.shape[2] for keys, _ in cache if keys.dim() == 4), 1)
+    return next((layer[0].shape[2] for layer in cache if has_slots(layer)), 1)
 
 
 def cache_size(cache):
     """Return (rows, slots) of a cache; without a limit of slots, an infinite number."""
-    slots = cache_slots(cache) if any(keys.dim() == 4 for keys, _ in cache) else math.inf
+    slots = cache_slots(cache) if any(map(has_slots, cache)) else math.inf
     return len(cache[0][0]), slots
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ladder import cgroups
 from ladder.ranks.world import local_rank_and_size
-from model import build
+from model import build, has_slots
 from tp import set_parameter, shard_slices
 
 GRAPH_BYTES = 4e8  # of a GPU's captured decode steps, 20 MB each by estimate
@@ -108,7 +108,7 @@ def step_bytes(model, cache, filled, drafted=0):
     """
     total = sum(weight_bytes(model, len(cache[0][0]) * (1 + drafted)).values())
     for attention, layer in zip(model.attentions, cache, strict=True):
-        if attention.rewindable:
+        if has_slots(layer):
             total += sum(tensor[:, :, 0].nbytes for tensor in layer) * attention.slots_read(filled)
         else:  # a state, which a step reads as a whole
             total += sum(tensor.nbytes for tensor in layer)

@@ -120,6 +120,18 @@ def test_a_rank_without_a_head_or_a_neuron_is_refused(shares, changes, words):
             tp.shard_plan(config, rank, shares)
 
 
+def test_a_vector_of_an_mlp_is_cut_as_the_plan_says(monkeypatch):
+    """One of a family's own, as docs/change-it.md has it for an attention: each rank holds its part."""
+    config, plan = change(BASE, n_kv_heads=6), tp.shard_plan
+    monkeypatch.setattr(tp, "shard_plan", lambda *where: plan(*where) | {"neuron_scale": plan(*where)["w1"]})
+    net = tp.build(config)
+    for block in net.layers:
+        block.feed_forward.neuron_scale = torch.nn.Parameter(torch.empty(100, device="meta"))
+    for rank, (start, stop) in enumerate([(0, 67), (67, 100)]):
+        piece = tp.shard_slices(net, torch.float32, rank, (2, 1))["layers.1.feed_forward.neuron_scale"]
+        assert (piece.shape, piece.ranges) == ((stop - start,), [(start, stop)])
+
+
 def test_a_rank_reads_only_its_slice():
     config = change(BASE, n_heads=8, n_kv_heads=4, vocab_size=128)
     read = []

@@ -67,8 +67,7 @@ def rank_work(config, dtype, rank, shares, batch, context):
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
     n_bytes["attention"] += cache_bytes(model, batch, context)
-    attentions = [block.attention for block in model.layers if block.attention.rewindable]
-    flops["attention"] += 2 * batch * context * sum(attention.multiplications() for attention in attentions)
+    flops["attention"] += 2 * batch * context * sum(each.multiplications() for each in model.attentions)
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
     layers = {"attention": config.n_layers, "feed_forward": config.n_layers, "rest": 1}
     return {place: Work(n_bytes[place] / n, flops[place] / n) for place, n in layers.items()}

@@ -15,6 +15,7 @@ import torch
 from ladder.decoding.batch import Sampler, last_tokens
 from ladder.decoding.sample_rows import sample_rows
 from ladder.progress import progress
+from model import has_slots
 
 SHORT_CHUNK = 128  # tokens of a chunk of a prefill while other rows wait, or if all its logits are needed
 
@@ -143,8 +144,8 @@ class Rows(list):
             self.swap(row, others.pop())
         rows, runner = sorted(self, key=lambda row: row.slot)[:size], self.runners[size]
         caches = [self.caches[row.slot] for row in rows if row.prefilling]
-        with_states = [i for i, attention in enumerate(runner.model.attentions) if not attention.rewindable]
-        states = [(state, state.clone()) for cache in caches for i in with_states for state in cache[i]]
+        layers = [layer for cache in caches for layer in cache if not has_slots(layer)]
+        states = [(state, state.clone()) for layer in layers for state in layer]
         logits = runner.decode(*last_tokens([row.ids for row in rows], runner.device))[:, 0]
         for state, before in states:
             state.copy_(before)

@@ -58,7 +58,7 @@ class Architecture:
     def attention(self, config, layer):
         """Return the attention of a layer: a module that answers what model.Attention does.
 
-        That is forward(x, metadata, cache), new_cache, slots_read, multiplications and rewindable.
+        That is forward(x, metadata, cache), new_cache, multiplications and, if its cache has slots, slots_read.
         """
 
     def feed_forward(self, config, layer):

@@ -146,8 +146,6 @@ class LatentAttention(nn.Module):
     range of heads; how many they are is read from the shapes.
     """
 
-    rewindable = True
-
     def __init__(self, config, settings):
         super().__init__()
         L, X, R, Y = self.sizes = sizes(settings)

@@ -157,8 +157,6 @@ class GatedDeltaNet(nn.Module):
     tokens. So tp.py may give this module any range of whole key heads; how many they are is read from the shapes.
     """
 
-    rewindable = False
-
     def __init__(self, config, settings):
         super().__init__()
         K, V, X, Y = settings.key_heads, settings.value_heads, settings.key_dim, settings.value_dim
@@ -201,6 +199,9 @@ class GatedDeltaNet(nn.Module):
             cache[0].copy_(state)
         y = self.out_norm(y.permute(0, 3, 1, 2, 4).type_as(x)) * F.silu(z.unflatten(-1, (R, Y)))  # (B, S, K, R, Y)
         return self.wout(y.flatten(2))
+
+    def multiplications(self):
+        return 0  # for each cached token: there is none
 
     def new_cache(self, batch, length, device, dtype):
         """Return (the state (B, K, R, X, Y) float32, the convolution's last W - 1 inputs (B, W - 1, C)), zeroed."""

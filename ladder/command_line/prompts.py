@@ -93,8 +93,8 @@ def fit(max_new_tokens, prompts, context):
 
     Each row ends at the end of the context. Raises InputError if a prompt leaves no room there.
     """
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens} but must be a whole number, at least 1")
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens!r} but must be a whole number, at least 1")
     lengths = [len(prompt) for prompt in prompts]
     longest, shortest = max(lengths), min(lengths)
     if longest >= context:

@@ -5,6 +5,7 @@ import dataclasses
 from generate import load_model
 from ladder.command_line.draft_flag import check_models
 from ladder.decoding.speculative import Ngrams, SmallModel
+from ladder.errors import InputError
 from ladder.ranks.world import World
 
 
@@ -22,6 +23,8 @@ def of_model(draft, count, runner, n_tokens=0):
 
     n_tokens: how many the tokenizer has, if it is known. The draft's table may be padded otherwise than the model's.
     """
+    if draft != "ngram" and not hasattr(draft, "config"):
+        raise InputError(f"draft is {draft!r} but must be None, 'ngram' or a model")
     config, small = runner.model.config, None if draft == "ngram" else draft.config
     if small and 0.95 * small.vocab_size <= n_tokens <= small.vocab_size:  # as load_tokenizer demands it
         small = dataclasses.replace(small, vocab_size=config.vocab_size)

@@ -25,7 +25,7 @@ def sample(logits, comm, sampler):
 def begin(logits, comm, sampler):
     """Return (what this rank sends to the others, a function from what all ranks sent to the token ids).
 
-    The settings of the sampler are local_logits, or tensors (B, 1) with those of each row.
+    The settings of the sampler are numbers, or tensors (B, 1) with those of each row.
     """
     if sampler.filters and not sampler.greedy:
         return top_k_top_p.begin(sampler, logits, comm)
