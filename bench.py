@@ -46,7 +46,7 @@ def load_models(config, wirings, args, world):
     configs, models, loaded = [rewired(config, wiring) for wiring in wirings], {}, {}
     for one in sorted(configs, key=lambda c: len({norm for w in c.layer_wirings for norm in w.norms}), reverse=True):
         # the wiring with the most norms comes first, so that its weights have all norms that others need
-        key = one.wiring if one.fixed_lanes or one.named_wiring.model else (*one.mlps,)  # which MLPs are sharded
+        key = one.wiring if one.named_wiring.loader() else (*one.mlps,)  # which MLPs are sharded
         if key in loaded:
             models[one.wiring] = copy.copy(loaded[key])
             models[one.wiring].config = one
@@ -61,7 +61,7 @@ def make_cells(models, args, world):
     random = torch.Generator().manual_seed(0)
     for (wiring, model), batch in itertools.product(models.items(), args.batch):
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt_length), generator=random).tolist()
-        key = model.config.fixed_lanes, batch
+        key = model.config.named_wiring.shards(world.shares), batch
         caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + args.new_tokens, not args.eager)
         cells[wiring, batch] = generate.Runner(model, caches[key], not args.eager), prompts
     if args.eager:

@@ -230,10 +230,10 @@ def check_finite(names, tensor):
 
 def check_lanes(config):
     """Raise InputError for a wiring that needs a number of lanes but names none, or that has too many for the shape."""
-    if config.named_wiring.depends_on_lanes and config.fixed_lanes is None:
+    if config.named_wiring.reads_partials and not config.named_wiring.fixed_shards:
         name = config.wiring
         raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
-    tp.shard_plan(config, 0, (1,) * (config.fixed_lanes or 1))
+    tp.shard_plan(config, 0, config.named_wiring.shards())
 
 
 def main(argv=None):

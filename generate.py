@@ -53,11 +53,7 @@ def load_model(config, folder, dtype, world):
     config: a Config, as checkpoint.read_config reads it from config.json. folder: of the weights, None for random ones.
     world: this rank and the others, as launch.join returns them: rank, tp_size, shares, device, process group.
     """
-    lanes = config.fixed_lanes  # 8 for spd/8
-    if config.named_wiring.model or (lanes and world.shares != (1,) * lanes):  # a Laneformer; several lanes on a rank
-        from ladder.lanes.lanes import load_lanes as load_weights
-    else:
-        load_weights = load_shard
+    load_weights = config.named_wiring.loader() or load_shard
     if world.device.type == "cpu":
         keep_freed_memory()
     with world.together():  # raises an InputError of one rank on all of them

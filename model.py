@@ -83,24 +83,15 @@ class Config:
 
     @functools.cached_property
     def named_wiring(self):
-        """The Wiring that `wiring` names, with its stale, period and lanes filled in."""
-        name, parameter, stale, lanes = self.parsed
-        wiring = find_wiring(name)
-        period = (parameter or 2) if wiring.n_means == "period" else None
-        return dataclasses.replace(wiring, stale=stale or wiring.stale, period=period, lanes=lanes)
+        """The Wiring that `wiring` names, with what the text says of it."""
+        return find_wiring(self.parsed.name).configured(self.parsed)
 
     @functools.cached_property
     def layer_wirings(self):
         """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
         named = self.named_wiring
         chosen = wiring_text.choose_layers(self.parsed, named, self.n_layers)
-        other = dataclasses.replace(named, stale=0) if named.rest_waits else WIRINGS["standard"]
-        return tuple(named if i in chosen else other for i in range(self.n_layers))
-
-    @property
-    def fixed_lanes(self):
-        """The number of lanes that the weights were made for, 8 in "spd/8"; None: as many as ranks (ladder/lanes/)."""
-        return self.named_wiring.lanes
+        return tuple(named if i in chosen else named.left_out() for i in range(self.n_layers))
 
     def find(self, kind):
         """Return the Architecture of this class, or None."""
@@ -210,7 +201,7 @@ def pad_logits(logits, n):
 
 
 def residual_loop(x, sublayers, comm, config):
-    """Run the sublayers [(h, stale), ...], each on x without the last `stale` sums, which are still in flight.
+    """Run the sublayers [(h, stale), ...], each on x without the newest `stale` sums, which are still in flight.
 
     Below is what h0 to h3 read, the attentions and MLPs of two layers; s0, s1, ... are the sums of their partials.
     A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), where h0 and h1 both read the embedding.
@@ -229,7 +220,7 @@ def residual_loop(x, sublayers, comm, config):
     for h, stale in sublayers:
         if in_flight and len(in_flight) <= stale:  # nothing is to be settled, as before a ladder's h1
             x = comm.pin(x, newer=in_flight)  # keeps h behind the last start, as settle's `newer` does otherwise
-        while len(in_flight) > stale:  # settle all but the last `stale`, which travel while h computes
+        while len(in_flight) > stale:  # settle all but the newest `stale`, which travel while h computes
             x = comm.settle(x, in_flight.pop(0), newer=in_flight)
         in_flight.append(comm.start(h(x)))
         yield  # the loop of another part of the prompt computes here
@@ -266,12 +257,12 @@ def attention_plus_mlp(x, block, metadata, cache):
 class Wiring:
     """The sublayers of a model, and what they read.
 
-    Config.wiring is NAME[-stale][:n][/lanes]. For example, ladder-2 is two sublayers late, and ladder:8 wires the last
+    Config.wiring is NAME[-stale][:n]. For example, ladder-2 is two sublayers stale, and ladder:8 wires the last
     eight layers as a ladder; the others are standard, as are the first layers where `blocks` leaves some over.
 
     A wiring of your own is an entry of WIRINGS; its flag, its line of --help and its tests follow from that. If it
-    needs another sublayer or another loop, write that function beside those above. A loop of your own that obeys each
-    sublayer's `stale`, as NAME:n needs, says so by n_means="layers".
+    needs another sublayer or another loop, write that function beside those above. Where that is not enough, a subclass
+    gives other answers than the methods below, as FarSkip (ladder/architectures/farskip.py) does.
     """
 
     about: str  # its line of --help
@@ -280,35 +271,59 @@ class Wiring:
     loop: Callable = residual_loop  # runs the sublayers, as described there
     stale: int = 0  # how many of the newest sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
-    rest_waits: bool = False  # whether layers that n leaves out keep these sublayers, not stale, or are standard
-    n_means: str | None = ""  # "layers": the last n; "period": see below; None: no n; "": "layers" of residual_loop
-    # A lane is a shard of the weights with a residual stream of its own, usually the one of a rank. The rest is for
-    # wirings that compute another function on another number of lanes (ladder/lanes/wirings.py).
-    depends_on_lanes: bool = False
-    lanes: int | None = None  # L of NAME/L: for how many lanes the weights were made
-    period: int | None = None  # n of desync:n, which keeps every n-th sum
-    model: type | None = None  # the subclass of Transformer that it needs, if any
-    check: Callable | None = None  # raises InputError for a Config that this wiring is not for
 
-    def __post_init__(self):
-        if self.n_means == "":
-            object.__setattr__(self, "n_means", "layers" if self.loop is residual_loop else None)
+    # Whether sublayers read this rank's own partials before they are summed, so that the ranks' streams differ.
+    reads_partials = False
+    # Whether the weights were made for a number of shards, so that it matters where they are cut.
+    fixed_shards = False
+
+    @property
+    def takes_layers(self):
+        """Whether NAME:n may wire only some layers. A loop of your own must obey each sublayer's `stale` for that."""
+        return self.loop is residual_loop and self != self.left_out()
+
+    @property
+    def forms(self):
+        """What may follow its name in Config.wiring."""
+        return (":N", ":I,J,...", ":I-J") * self.takes_layers + ("-K",) * bool(self.stale)
+
+    def configured(self, parsed):
+        """Return this Wiring with what the text says of it, a wiring_text.Parsed."""
+        return dataclasses.replace(self, stale=parsed.stale or self.stale)
+
+    def left_out(self):
+        """Return the Wiring of the layers that NAME:n leaves out."""
+        return WIRINGS["standard"]
+
+    def check(self, config):
+        """Raise InputError for a Config that this wiring is not for."""
+
+    def shards(self, shares=(1,)):
+        """Return the shares in which the weights are cut: those of the ranks."""
+        return shares
+
+    def loader(self):
+        """Return the function that loads a rank's weights, with the arguments of tp.load_shard; None: that one."""
+
+    def new_model(self, config):
+        """Return the module of a whole model, or of a shard; its weights are set later."""
+        return Transformer(config)
 
 
 WIRINGS = {
-    "standard": Wiring("the pre-norm Llama block", n_means=None),
-    "ladder": Wiring("every sublayer reads the stream one sublayer late", stale=1),
+    "standard": Wiring("the pre-norm Llama block"),
+    "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=1),
     "parallel": Wiring("attention + MLP of one input", (attention_plus_mlp,), norms=("attention_norm",)),
-    "parallel-ladder": Wiring("parallel, one block late", (attention_plus_mlp,), stale=1, norms=("attention_norm",)),
+    "parallel-ladder": Wiring("parallel, one block stale", (attention_plus_mlp,), stale=1, norms=("attention_norm",)),
     "pair": Wiring("two neighbouring blocks of one input", blocks=2),
-    "pair-ladder": Wiring("pair, one sublayer late", blocks=2, stale=1),
+    "pair-ladder": Wiring("pair, one sublayer stale", blocks=2, stale=1),
 }
 
 
 def all_wirings():
     """Return {name: Wiring}: WIRINGS, and those that are made of the same parts elsewhere."""
     from ladder.architectures.farskip import FARSKIPS  # for mixtures of experts
-    from ladder.lanes.wirings import LANE_WIRINGS  # whose function depends on the number of lanes
+    from ladder.lanes.wirings import LANE_WIRINGS  # whose function depends on the number of ranks
 
     return WIRINGS | FARSKIPS | LANE_WIRINGS
 
@@ -621,7 +636,7 @@ def cache_size(cache):
 def build(config, kind=None):
     """Return a Transformer, or its subclass `kind`, quantized as its config says, on "meta", so without its weights."""
     with torch.device("meta"):
-        model = (kind or config.named_wiring.model or Transformer)(config)
+        model = kind(config) if kind else config.named_wiring.new_model(config)
         if config.quant:
             quant_linear.replace_matrices(model)
         if config.tie_embeddings:

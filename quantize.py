@@ -59,7 +59,7 @@ def read_tokens(args, config):
     wiring, length = config.named_wiring, min(LENGTH, config.max_seq_len)
     if args.mode != "int4" or args.text == "none":
         return None
-    if wiring.depends_on_lanes or wiring.model or wiring.loop is not residual_loop:
+    if wiring.reads_partials or wiring.loop is not residual_loop:
         print(f"wiring {config.wiring}: quantized without a text", file=sys.stderr)
         return None
     if not args.text:
@@ -206,7 +206,7 @@ def main(argv=None):
     int8 = tuple(name for name in int8 if name not in not_quantized)
     form = {"quant": args.mode, "group_size": group_size, "not_quantized": not_quantized, "int8": int8}
     new = dataclasses.replace(config, **form)
-    shard_plan(new, 0, (1,) * (new.fixed_lanes or 1))  # raises InputError for lanes that would cut groups
+    shard_plan(new, 0, new.named_wiring.shards())  # raises InputError for lanes that would cut groups
     for name, shape in writing.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
     sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}

@@ -148,8 +148,8 @@ def neuron_range(config, neurons, rank, shares):
     if len(shares) > units:
         groups = f" in groups of {unit}" if unit > 1 else ""
         raise InputError(f"{len(shares)} ranks or lanes cannot shard {neurons} neurons{groups}: use 1 to {units}")
-    if config.fixed_lanes and unit > 1 and units % config.fixed_lanes:
-        why = f"{config.fixed_lanes} lanes cut groups of columns at no multiple of {unit} columns of w2"
+    if config.named_wiring.fixed_shards and unit > 1 and units % len(shares):
+        why = f"{len(shares)} lanes cut groups of columns at no multiple of {unit} columns of w2"
         raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
     start, stop = split_range(units, rank, shares, "parts of the MLP")
     return start * unit, stop * unit
@@ -161,18 +161,18 @@ def neuron_unit(config, neurons, shares):
     Without groups it is 1, or 8 for experts, or 16 for fp8, whose kernel wants that. With them it is a group of w2's
     columns, which share a scale, or 128 columns if every rank then gets 8 of these units or more, since PyTorch's
     kernel on a GPU wants 128. If the smallest share would get no unit, units are halved, down to 8 columns, the
-    least that the kernels for CPUs take. Weights made for lanes are always cut at multiples of 8, as they are
-    without groups.
+    least that the kernels for CPUs take. Weights that were made for a number of shards are always cut at multiples of
+    8, as they are without groups.
     """
     if not config.group_size or "w2" in (*config.not_quantized, *config.int8):
         if config.quant == "fp8" and neurons % 16 == 0 and neurons // 16 >= sum(shares) / min(shares):
-            return 16 if not config.fixed_lanes else 1
+            return 16 if not config.named_wiring.fixed_shards else 1
         unit = max((each.neuron_unit for each in config.architecture), default=1)
         return 1 if neurons % unit else unit
-    if config.fixed_lanes:
+    if config.named_wiring.fixed_shards:
         return 8
     unit, least_ranks = config.group_size, sum(shares) / min(shares)  # as many as if each had the smallest share
-    if neurons % 128 == 0 and neurons >= 8 * 128 * least_ranks and not config.named_wiring.depends_on_lanes:
+    if neurons % 128 == 0 and neurons >= 8 * 128 * least_ranks and not config.named_wiring.reads_partials:
         unit = 128
     while unit > 8 and neurons // unit < least_ranks:
         unit //= 2

@@ -32,8 +32,7 @@ def check(c):
     for each in c.architecture:
         each.check(c)
     check_quantization(c)
-    if c.named_wiring.check:
-        c.named_wiring.check(c)
+    c.named_wiring.check(c)
 
 
 def check_quantization(c):

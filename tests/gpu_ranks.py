@@ -48,7 +48,7 @@ def ids(net, way="captured", new=20, sample=(0,), draft=False, splits=None):
 def ids_equal(world, changes, shares=None, way="captured", *how):
     """Whether the ranks generate what one does, in float32."""
     config, world = change(CONFIG, **changes), copy.copy(world)
-    world.shares, load = shares or world.shares, load_lanes if config.fixed_lanes else load_shard
+    world.shares, load = shares or world.shares, load_lanes if config.named_wiring.fixed_shards else load_shard
     state = random_model(config).state_dict()
     alone, several = (shard(config, w, state=state, load=load).to(world.device) for w in (None, world))
     expected = ids(alone, "eager", *how)

@@ -197,7 +197,7 @@ class Reference:
         for i, (h, _) in enumerate(sublayers, start=1):
             partials = [h(x_r, shard) for x_r, shard in zip(x, self.shards, strict=True)]
             kept = i % int(n or 2) == 0 or i == len(sublayers)
-            if kept and wiring.n_means == "period":
+            if kept and wiring.loop is wirings.desynced_loop:
                 x = [sum(x) / len(x) + sum(partials)] * len(x)
             else:
                 x = [x_r + partial for x_r, partial in zip(x, partials, strict=True)]

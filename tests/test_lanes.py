@@ -18,7 +18,7 @@ from ladder.memory import step_bytes
 from ladder.progress import progress
 from ladder.ranks.world import World
 
-LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.depends_on_lanes]
+LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.reads_partials]
 LANED = [*(f"{wiring}/4" for wiring in LANED if wiring != "upper-bound"), "desync:3/4", "delayed-3/4"]
 
 

@@ -158,7 +158,7 @@ def long_memory(config):
 
 
 def on_a_rank(world, config, state, how):
-    load = load_lanes if config.fixed_lanes else load_shard
+    load = load_lanes if config.named_wiring.fixed_shards else load_shard
     net = shard(config, world, state=state, load=load)
     with torch.inference_mode():
         return [last_logits(net, *unequal_rows(config, length=14), steps=4, **keys) for keys in how]
@@ -187,7 +187,7 @@ def check_ranks(ranks, configs, how):
     """In rows without padding and without a cache."""
     for config in configs:
         state, (tokens, lengths) = long_memory(config).state_dict(), unequal_rows(config, length=14)
-        net = shard(config, state=state, load=load_lanes if config.fixed_lanes else load_shard)
+        net = shard(config, state=state, load=load_lanes if config.named_wiring.fixed_shards else load_shard)
         with torch.no_grad():
             expected = torch.stack([net(row[None, :n])[0, -5:] for row, n in zip(tokens, lengths, strict=True)])
         for results in run_ranks(ranks, on_a_rank, config, state, how):

@@ -222,9 +222,9 @@ def check_ranks(shares, cases, **how):
     ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, **how))
     for config, first, *others in zip(cases, *ranks, strict=True):
         assert all(torch.equal(other, first) for other in others), f"{config}: the ranks disagree"
-        error = (first - expected_logits(config, config.fixed_lanes or shares)).abs().max()
+        error = (first - expected_logits(config, config.named_wiring.shards(shares))).abs().max()
         assert error < 1e-4, f"{config}: {error}"
-        if not config.named_wiring.depends_on_lanes:
+        if not config.named_wiring.reads_partials:
             assert torch.allclose(first, rank_logits(None, config), atol=1e-4), config
 
 
@@ -313,7 +313,7 @@ def test_the_number_of_ranks_matters_where_the_table_says_so():
     for changes in ONE_EACH:
         config = change(BASE, **changes)
         two, three = expected_logits(config, 2), expected_logits(config, 3)
-        assert torch.allclose(two, three, atol=1e-9) != config.named_wiring.depends_on_lanes, changes
+        assert torch.allclose(two, three, atol=1e-9) != config.named_wiring.reads_partials, changes
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -197,10 +197,10 @@ def test_ranks_compute_in_training_what_the_model_does_afterwards(tp_size, chang
     for rank in run_ranks(tp_size, run_each, configs, dtype):
         for config, x in zip(configs, rank, strict=True):
             weights = StateWeights(random_model(config).state_dict())
-            net = (load_lanes if config.fixed_lanes else tp.load_shard)(
+            net = (load_lanes if config.named_wiring.fixed_shards else tp.load_shard)(
                 config, weights, checkpoint.DTYPES[dtype], "cpu"
             )
-            for lane in net.lanes if config.fixed_lanes else [net]:
+            for lane in net.lanes if config.named_wiring.fixed_shards else [net]:
                 lane.output = torch.nn.Identity()
             with torch.no_grad():
                 expected = net(torch.arange(12).view(2, 6))[..., : BASE.dim]

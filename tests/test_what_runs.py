@@ -621,4 +621,4 @@ def test_a_loop_that_does_not_say_that_it_obeys_stale_takes_no_layers(monkeypatc
     monkeypatch.setitem(model.WIRINGS, "mine", model.Wiring("a loop of one's own", loop=loop))
     with pytest.raises(InputError, match="no such wiring: 'mine:1'; write mine"):
         change(CONFIG, wiring="mine:1")
-    assert change(CONFIG, wiring="mine").named_wiring.n_means is None
+    assert change(CONFIG, wiring="mine").named_wiring.forms == ()

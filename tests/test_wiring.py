@@ -30,6 +30,7 @@ from ladder.checkpoints import checkpoint, writing
 from ladder.command_line import flags
 from ladder.errors import InputError
 from ladder.kernels import compiling
+from ladder.lanes.lanes import LaneWiring
 from ladder.wiring_text import wiring_name
 from model import WIRINGS, Wiring
 
@@ -70,7 +71,7 @@ def test_the_wirings_are_different_functions_but_those_that_are_standard_in_one_
     for a, b in itertools.combinations(seen, 2):
         assert (seen[a] - seen[b]).abs().max() > 0.1, (a, b)
     for changes in STANDARD_ALONE:
-        assert table_entry(changes).depends_on_lanes and torch.allclose(logits_of(changes), seen["standard"], atol=1e-5)
+        assert table_entry(changes).reads_partials and torch.allclose(logits_of(changes), seen["standard"], atol=1e-5)
 
 
 def test_one_function_is_one_however_it_is_spelled():
@@ -261,7 +262,7 @@ def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words
     flags.warn_of_wiring(own, config, (1,) * ranks)
     warning = capsys.readouterr().err
     assert words in warning and warning.count("\n") == bool(words)
-    one_norm = Wiring("", (model.attention_plus_mlp,), norms=("attention_norm",), depends_on_lanes=True)
+    one_norm = LaneWiring("", (model.attention_plus_mlp,), norms=("attention_norm",))
     assert not flags.is_standard_in_one_lane(one_norm)  # it is parallel there
 
 
@@ -270,10 +271,10 @@ def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words
 
 
 def test_a_new_line_is_a_new_model_in_the_flags_and_the_files(monkeypatch, tmp_path, capsys):
-    new = Wiring("both", (model.attention_plus_mlp,), stale=1, norms=("attention_norm",), n_means=None)
+    new = Wiring("both", (model.attention_plus_mlp,), stale=1, norms=("attention_norm",))
     monkeypatch.setitem(WIRINGS, "own-wiring", new)
     config = change(BASE, wiring="own-wiring")
-    assert helpers.variants("own-wiring") == [{"wiring": "own-wiring"}]
+    assert helpers.variants("own-wiring") == [{"wiring": "own-wiring"}, {"wiring": "own-wiring:1,"}]
     check_against_the_reference(config)  # which knows its parts
     assert eager_order(config) == "c start1 c start2 wait1 c start3 wait2 wait3"
     with pytest.raises(SystemExit):

@@ -138,15 +138,16 @@ def step_seconds(config, times):
 
 def wiring_key(config, tp_size):
     """Return a key that two configs share if they compute the same function on so many ranks."""
-    lanes = config.fixed_lanes or tp_size
-    return tuple(dataclasses.replace(w, lanes=lanes) if w.depends_on_lanes else w for w in config.layer_wirings)
+    shards = config.named_wiring.shards((1,) * tp_size)
+    return tuple(dataclasses.replace(w, lanes=len(shards)) if w.reads_partials else w for w in config.layer_wirings)
 
 
 def retraining(own, config, tp_size):
     """Return in words whether weights of the Config `own` must be retrained for the wiring of `config`."""
     if wiring_key(config, tp_size) == wiring_key(own, tp_size):
         return "no"
-    return f"yes, in {config.fixed_lanes or tp_size} lanes" if config.named_wiring.depends_on_lanes else "yes"
+    n_lanes = len(config.named_wiring.shards((1,) * tp_size))
+    return f"yes, in {n_lanes} lanes" if config.named_wiring.reads_partials else "yes"
 
 
 def measured_losses(own, tp_size):

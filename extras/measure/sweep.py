@@ -73,7 +73,7 @@ def make_cases(args, world):
     progress.at("measurement", timed=False)
     caches, cases = {}, {}
     for (wiring, model), batch, splits in itertools.product(models.items(), args.batch, args.splits):
-        key = model.config.fixed_lanes, batch
+        key = model.config.named_wiring.shards(world.shares), batch
         caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + 1)
         prompts = pad([[1 + row] * args.prompt_length for row in range(batch)], world.device)
         runner = Runner(model, caches[key], not args.eager, not args.eager, splits)

@@ -63,7 +63,7 @@ class Trainee(Transformer):
         Each of these reads what it would if all other partials were the known ones.
         """
         x, metadata = self.embed(batch.tokens), attention_metadata(self, batch.positions, mask=batch.mask)
-        if self.config.fixed_lanes:
+        if self.config.named_wiring.fixed_shards:
             return self.norm(interleave(lanes.loops(self, x, metadata))[0])  # all lanes end with the same x
         recorded, errors = [], []
 
@@ -89,7 +89,7 @@ def build(config, weights, world, args, is_teacher=False):
     dtype = checkpoint.DTYPES[args.compute_dtype]
     model = build_model(config, Trainee)
     experts.make_differentiable(model, args.compile)
-    if config.fixed_lanes:
+    if config.named_wiring.fixed_shards:
         lanes.split(model)
     if is_teacher:
         model = model.to(dtype).requires_grad_(False)

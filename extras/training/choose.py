@@ -28,7 +28,7 @@ from ladder.errors import InputError
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.ranks import launch
 from ladder.wiring_text import wiring_name
-from model import interleave, rewired
+from model import find_wiring, interleave, rewired
 
 LOGITS_AT_ONCE = 2**24
 
@@ -144,12 +144,12 @@ def read(args):
     config = writing.read_original(args.checkpoint)
     with flags.naming("--wiring"):
         wired = rewired(config, args.wiring).named_wiring
-        whole = rewired(config, args.wiring).parsed.parameter is None and wired.n_means == "layers"
+        whole = rewired(config, args.wiring).parsed.parameter is None and wired.takes_layers
         if (
             not whole
             or wired.blocks > 1
-            or wired.depends_on_lanes
-            or wired.rest_waits
+            or wired.reads_partials
+            or wired.left_out() != find_wiring("standard")
             or config.named_wiring != rewired(config, "standard").named_wiring
         ):
             raise InputError(

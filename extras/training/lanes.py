@@ -35,8 +35,8 @@ def run_in_lane(module, shards, lane, *args):
 
 def split(model):
     """Make the attentions and MLPs of a model on "meta" take the number of a lane as their first argument."""
-    lanes = model.config.fixed_lanes
-    plans = [tp.shard_slices(model, torch.float32, lane, (1,) * lanes) for lane in range(lanes)]
+    lanes = model.config.named_wiring.shards()
+    plans = [tp.shard_slices(model, torch.float32, lane, lanes) for lane in range(len(lanes))]
     for i, kind in itertools.product(range(len(model.layers)), SUBLAYERS):
         module, shards = getattr(model.layers[i], kind), []
         for plan in plans:
@@ -52,7 +52,8 @@ def split(model):
 def loops(model, x, metadata):
     """Return the loop of each lane of a model, for model.interleave. x: the embeddings (B, S, D)."""
     config = model.config
-    comm = LaneSums(model.comm, config.fixed_lanes, config.fixed_lanes)
+    n_lanes = len(config.named_wiring.shards())
+    comm = LaneSums(model.comm, n_lanes, n_lanes)
 
     def in_lane(block, lane):
         modules = dict(block.named_children())
@@ -62,4 +63,4 @@ def loops(model, x, metadata):
         blocks = [in_lane(block, lane) for block in model.layers]
         return config.named_wiring.loop(x, list_sublayers(config, blocks, metadata), comm, config)
 
-    return [loop(lane) for lane in range(config.fixed_lanes)]
+    return [loop(lane) for lane in range(n_lanes)]

@@ -13,6 +13,7 @@ from ladder.checkpoints.compare import check_vocabulary
 from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError
+from model import Wiring, find_wiring
 
 MACHINE_FLAGS = "out", "device", "micro_batch", "recompute", "compile"  # they may change when a run is resumed
 
@@ -29,7 +30,8 @@ def read_configs(args):
     teacher = args.distill and writing.read_original(args.distill)
     args.lr = args.lr or (3e-3 if args.fresh else 5e-5 if teacher else 5e-6)
     for each in filter(None, (config, teacher)):
-        if each.named_wiring.model or each.parsed.name == "upper-bound":
+        has_own_model = type(each.named_wiring).new_model is not Wiring.new_model
+        if has_own_model or each.parsed.name == "upper-bound":
             raise InputError(f"a model in the wiring {each.wiring} cannot be trained")
         if not each.rewindable:
             names = " and ".join(own.name for own in each.architecture if not own.rewindable)
@@ -51,7 +53,9 @@ def read_configs(args):
         ):
             raise InputError(f"{flag} takes a --wiring that changes and the checkpoint itself as the teacher")
         if len({len(w.block_sublayers) * w.blocks for w in (*own.layer_wirings, *config.layer_wirings)}) > 1 or any(
-            each.named_wiring.blocks > 1 or each.fixed_lanes or each.named_wiring.rest_waits
+            each.named_wiring.blocks > 1
+            or each.named_wiring.fixed_shards
+            or each.named_wiring.left_out() != find_wiring("standard")
             for each in (own, config)  # farskip's sublayers return pairs, and differ from standard's in all layers
         ):
             raise InputError(

@@ -49,16 +49,20 @@ def farskip_loop(x, sublayers, comm, config, early=APART):
     return residual_loop(x, ladder, comm, config)
 
 
-def check(config):
-    """Raise InputError for a model without experts."""
-    if not config.find(Mixture):
-        raise InputError(f"wiring {config.wiring} is for a mixture of experts")
+class FarSkip(Wiring):
+    """A Wiring of mixtures, whose layers that :n leaves out have the same sublayers, not stale."""
+
+    takes_layers = True
+
+    def left_out(self):
+        return dataclasses.replace(self, stale=0)
+
+    def check(self, config):
+        if not config.find(Mixture):
+            raise InputError(f"wiring {config.wiring} is for a mixture of experts")
 
 
-FARSKIP = Wiring(
-    "a ladder that misses no shared expert (of a mixture)", APART, stale=1, loop=farskip_loop, rest_waits=True,
-    n_means="layers", check=check,
-)  # fmt: skip
+FARSKIP = FarSkip("a ladder that misses no shared expert (of a mixture)", APART, stale=1, loop=farskip_loop)
 
 
 def only_early(sublayer, name):

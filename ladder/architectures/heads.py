@@ -48,7 +48,7 @@ class Heads(Architecture):
             raise InputError("window_rope_theta is not for longrope")
         if self.whole_qk_norm and not (self.qk_norm and config.norm == "rms"):
             raise InputError("whole_qk_norm needs qk_norm and a norm 'rms'")
-        if self.whole_qk_norm and config.named_wiring.depends_on_lanes and config.wiring != "upper-bound":
+        if self.whole_qk_norm and config.named_wiring.reads_partials and config.wiring != "upper-bound":
             raise InputError(f"wiring {config.wiring} is not for whole_qk_norm: each lane would norm its own heads")
         if self.sinks and self.score_cap:
             raise InputError("sinks are not for score_cap")

@@ -60,7 +60,7 @@ class Mixture(Architecture):
             raise InputError(f"a mixture of {E} experts of {self.expert_size} neurons needs at least 1 of each")
         if not 1 <= self.experts_per_token <= E:
             raise InputError(f"experts_per_token is {self.experts_per_token} but must be from 1 to {E}")
-        if wiring.depends_on_lanes and config.wiring != "upper-bound" or wiring.model:
+        if wiring.reads_partials and config.wiring != "upper-bound":
             why = "ranks with streams of their own would choose different experts"
             raise InputError(f"wiring {config.wiring} is not for mixtures of experts: {why}")
         if self.router not in ROUTERS:

@@ -142,7 +142,7 @@ def add_wiring_flags(parser):
     """Add the flags that choose a wiring; with_wiring applies them."""
     words = [f"{name}: {wiring.about}" for name, wiring in all_wirings().items()] + [
         "NAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), NAME:I-J I to J;",
-        "others are standard; desync:N keeps every N-th all-reduce; NAME-K reads the stream K sublayers late, if",
+        "others are standard; desync:N keeps every N-th all-reduce; NAME-K reads the stream K sublayers stale, if",
         "NAME does at all; NAME/L has L lanes (default: as many as ranks), if their number matters",
     ]
     g = parser.add_argument_group("wiring", "how sublayers feed the residual stream; default: the checkpoint's own")
@@ -168,19 +168,19 @@ def with_wiring(config, args):
 
 def is_standard_in_one_lane(w):
     """Return whether a Wiring computes with one lane what standard computes; with one norm, parallel's."""
-    return w.depends_on_lanes and len(w.norms) > 1 and (w.loop is not residual_loop or not w.stale)
+    return w.reads_partials and len(w.norms) > 1 and (w.loop is not residual_loop or not w.stale)
 
 
 def warn_of_wiring(own, config, shares):
     """Say on stderr when a checkpoint runs in another wiring than its own."""
     if own.layer_wirings == config.layer_wirings:
-        if own.named_wiring.depends_on_lanes and own.fixed_lanes is None:
+        if own.named_wiring.reads_partials and not own.named_wiring.fixed_shards:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
     loss = "a function that they were not trained for: " + "adapt.py retrains them; " * (config.wiring != "upper-bound")
     loss += f"eval.py --checkpoint DIR --wiring {config.wiring} --compare DIR --text FILE measures the loss"
     loss += f", where DIR has them as {own.wiring}"
-    one_lane = (config.fixed_lanes or len(shares)) == 1
+    one_lane = len(config.named_wiring.shards(shares)) == 1
     if own.wiring == "standard" and one_lane and is_standard_in_one_lane(config.named_wiring):
         loss = "which is the same in one lane"
     print(f"these weights are {own.wiring}'s, and run as {config.wiring.removesuffix(',')}, {loss}", file=sys.stderr)

@@ -7,7 +7,8 @@ import torch.nn as nn
 
 from ladder.architectures import Architecture
 from ladder.errors import InputError
-from model import VOCAB_BLOCK, Transformer, Wiring, list_sublayers
+from ladder.lanes.lanes import LaneWiring, load_lanes
+from model import VOCAB_BLOCK, Transformer, list_sublayers
 
 # What the output head reads. "replicate": the mean of the normed lanes. "sum": the norm of their sum. "vocab_parallel":
 # for each lane's part of the vocabulary, that lane's normed stream.
@@ -27,7 +28,7 @@ class LaneformerSettings(Architecture):
     lane_norms: bool = False  # whether each lane has norms of its own, stored one after another
 
     def check(self, config):
-        if not config.named_wiring.model:
+        if not isinstance(config.named_wiring, LaneformerWiring):
             raise InputError("laneformer: only for wiring laneformer")
 
     @classmethod
@@ -45,19 +46,6 @@ class LaneformerSettings(Architecture):
 def settings(config):
     """Return the LaneformerSettings of a Config."""
     return config.find(LaneformerSettings) or LaneformerSettings()
-
-
-def check(config):
-    """Raise InputError if a Config's wiring and settings make no model."""
-    values = settings(config)
-    if values.lane_head not in LANE_HEADS:
-        raise InputError(f"laneformer: lane_head {values.lane_head!r} is none of {', '.join(LANE_HEADS)}")
-    if config.named_wiring.stale % 2:
-        raise InputError(f"wiring {config.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
-    if values.lane_head == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.fixed_lanes or 1)):
-        raise InputError(f"vocab_size {config.vocab_size} is no multiple of {VOCAB_BLOCK} for each of its lanes")
-    if values.lane_norms and config.fixed_lanes is None:
-        raise InputError(f"lane_norms: each lane has norms of its own, but wiring {config.wiring} names no lanes")
 
 
 def laneformer_loop(x, sublayers, comm, config, norm=lambda x: x):
@@ -101,7 +89,7 @@ class Laneformer(Transformer):
         self.settings = values = settings(config)
         for name, module in self.named_modules() if values.lane_norms else ():
             if isinstance(module, nn.RMSNorm) and (name, values.lane_head) != ("norm", "sum"):
-                module.weight = nn.Parameter(torch.empty(config.fixed_lanes * config.dim))
+                module.weight = nn.Parameter(torch.empty(config.named_wiring.lanes * config.dim))
 
     def loop(self, x, metadata, cache=None):
         sublayers = list_sublayers(self.config, self.layers, metadata, cache)
@@ -115,12 +103,25 @@ class Laneformer(Transformer):
         return self.output(x)  # the loop has normed it, before the lanes' mean
 
 
-LANEFORMER = Wiring(
-    "Kog's Laneformer",
-    loop=laneformer_loop,
-    stale=4,
-    n_means=None,
-    depends_on_lanes=True,
-    model=Laneformer,
-    check=check,
-)
+class LaneformerWiring(LaneWiring):
+    """The LaneWiring of Kog's model, which needs a class of its own."""
+
+    def check(self, config):
+        values, lanes = settings(config), self.lanes
+        if values.lane_head not in LANE_HEADS:
+            raise InputError(f"laneformer: lane_head {values.lane_head!r} is none of {', '.join(LANE_HEADS)}")
+        if self.stale % 2:
+            raise InputError(f"wiring {config.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
+        if values.lane_head == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (lanes or 1)):
+            raise InputError(f"vocab_size {config.vocab_size} is no multiple of {VOCAB_BLOCK} for each of its lanes")
+        if values.lane_norms and lanes is None:
+            raise InputError(f"lane_norms: each lane has norms of its own, but wiring {config.wiring} names no lanes")
+
+    def loader(self):
+        return load_lanes
+
+    def new_model(self, config):
+        return Laneformer(config)
+
+
+LANEFORMER = LaneformerWiring("Kog's Laneformer", loop=laneformer_loop, stale=4)

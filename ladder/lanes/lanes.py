@@ -1,5 +1,6 @@
 """Several lanes on one rank. Of L lanes, a lane is the shard that one of L ranks would hold."""
 
+import dataclasses
 import functools
 import operator
 from itertools import chain
@@ -9,13 +10,39 @@ import torch.nn as nn
 
 from ladder.errors import InputError
 from ladder.progress import progress
-from model import SingleDevice, interleave
+from model import SingleDevice, Wiring, interleave
 from tp import load_shard, split_range
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneWiring(Wiring):
+    """A Wiring of NAME[-stale][:n][/lanes], whose sublayers read partials of their own lane."""
+
+    lanes: int | None = None  # L of NAME/L: for how many lanes the weights were made; None: as many as ranks
+
+    reads_partials = True
+
+    @property
+    def fixed_shards(self):
+        return self.lanes is not None
+
+    @property
+    def forms(self):
+        return *super().forms, "/LANES"
+
+    def configured(self, parsed):
+        return dataclasses.replace(super().configured(parsed), lanes=parsed.lanes)
+
+    def shards(self, shares=(1,)):
+        return (1,) * self.lanes if self.lanes else shares
+
+    def loader(self):
+        return load_lanes if self.lanes else None
 
 
 def lanes_of_rank(config, rank, shares):
     """Return the range of the lanes that a rank holds. Raises InputError if a lane would have to be cut."""
-    lanes = config.fixed_lanes or len(shares)
+    lanes = len(config.named_wiring.shards(shares))
     if any(lanes * share % sum(shares) for share in shares):
         fit = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
         what = f"the {lanes} lanes of wiring {config.wiring} do not fit {len(shares)} ranks"
@@ -25,7 +52,7 @@ def lanes_of_rank(config, rank, shares):
 
 def load_lanes(config, weights, dtype, device, rank=0, shares=(1,)):
     """Return the Lanes of a rank; the arguments and errors are those of tp.load_shard."""
-    models, embeddings, lanes = [], None, (1,) * (config.fixed_lanes or len(shares))
+    models, embeddings, lanes = [], None, config.named_wiring.shards((1,) * len(shares))
     start = end = progress.beats
     for lane in lanes_of_rank(config, rank, shares):
         progress.beats = start  # else a rank that hangs in a later lane would seem to be ahead of the others
@@ -79,7 +106,8 @@ class Lanes(nn.Module):
     def forward(self, tokens, positions=None, cache=None, cache_length=None, last_index=None, splits=1):
         """Return the logits of all lanes' parts of the vocabulary, side by side; the arguments: Transformer.forward."""
         n = len(self.lanes)
-        sums = LaneSums(self.comm, n, self.config.fixed_lanes or self.comm.tp_size)
+        n_lanes = len(self.config.named_wiring.shards((1,) * self.comm.tp_size))
+        sums = LaneSums(self.comm, n, n_lanes)
         loops, layers = [], self.config.n_layers
         for i, lane in enumerate(self.lanes):
             lane.comm, lane.config = sums, self.config

@@ -4,10 +4,12 @@ A lane is a shard of the model with a residual stream x of its own. spd/8 has ei
 alone has one lane on each rank.
 """
 
+import dataclasses
 import functools
 
 from ladder.lanes.laneformer import LANEFORMER
-from model import Wiring, attention_sublayer, mlp_sublayer, residual_loop
+from ladder.lanes.lanes import LaneWiring
+from model import attention_sublayer, mlp_sublayer, residual_loop
 
 
 def attention_into_mlp(x, block, metadata, cache):
@@ -28,6 +30,22 @@ def delayed_loop(x, sublayers, comm, config):
 
     delayed = [(functools.partial(with_own, h, stale), stale) for h, stale in sublayers]
     return residual_loop(x, delayed, comm, config)
+
+
+class Delayed(LaneWiring):
+    takes_layers = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Desync(LaneWiring):
+    period: int = 2  # n of desync:n
+
+    @property
+    def forms(self):
+        return ":N", *super().forms
+
+    def configured(self, parsed):
+        return dataclasses.replace(super().configured(parsed), period=parsed.parameter or self.period)
 
 
 def desynced_loop(x, sublayers, comm, config):
@@ -55,12 +73,10 @@ def silent_loop(x, sublayers, comm, config):
 
 
 LANE_WIRINGS = {
-    "spd": Wiring("the MLP reads its rank's attention", (attention_into_mlp,), depends_on_lanes=True),
-    "spd-ladder": Wiring("spd, one block late", (attention_into_mlp,), stale=1, depends_on_lanes=True),
-    "delayed": Wiring(
-        "a ladder, but own partials are on time", loop=delayed_loop, stale=1, n_means="layers", depends_on_lanes=True
-    ),
-    "desync": Wiring("only every n-th sum (n=2)", loop=desynced_loop, n_means="period", depends_on_lanes=True),
-    "upper-bound": Wiring("no sums: a bound on speed", loop=silent_loop, n_means=None, depends_on_lanes=True),
+    "spd": LaneWiring("the MLP reads its rank's attention", (attention_into_mlp,)),
+    "spd-ladder": LaneWiring("spd, one block stale", (attention_into_mlp,), stale=1),
+    "delayed": Delayed("a ladder, but own partials are on time", loop=delayed_loop, stale=1),
+    "desync": Desync("only every n-th sum (n=2)", loop=desynced_loop),
+    "upper-bound": LaneWiring("no sums: a bound on speed", loop=silent_loop),
     "laneformer": LANEFORMER,
 }

@@ -12,7 +12,7 @@ class LadderConfig(SeedOssConfig):
     wiring: as ladder-fast writes it, NAME[-STALE][:LAYERS]; the next three say the same.
     wired_layers: the layers that are so. The others are standard.
     block: "parallel" (attention and MLP read the same normed input), "pair" (so do two neighbouring layers) or
-    "standard". stale: by how many sublayers these layers read the residual stream late.
+    "standard". stale: how many sublayers stale the residual stream is that these layers read.
     qk_norm: Qwen3's norms of queries and keys. no_rope_layers: a 0 for each layer without rotary embeddings, else 1.
     """
 
