@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <numeric>
 #include <optional>
 #include <vector>
@@ -36,6 +37,8 @@ at::Tensor empty_product(const at::Tensor& x, int64_t N) {
   return at::empty(shape, x.options());
 }
 
+constexpr int64_t kSharesOfThread = 8;  // more even out better, fewer are longer reads
+
 // Rows begin..end of x, which are multiplied with one of several matrices.
 struct Group {
   int64_t matrix, begin, end;
@@ -45,14 +48,21 @@ std::vector<Group> all_rows(const at::Tensor& x) {
   return {{0, 0, x.numel() / std::max<int64_t>(1, x.size(-1))}};
 }
 
-// Share out the pieces of all groups' matrices: work(group, begin, end) on pieces begin..end of one.
+// Share out the pieces of all groups' matrices: work(group, begin, end) on pieces begin..end of one. A thread that has done
+// its share takes the next one, so that no thread waits for one whose core is busy with something else.
 template <typename Work>
 void in_parallel(const std::vector<Group>& groups, int64_t pieces, int64_t grain, Work work) {
-  at::parallel_for(0, groups.size() * pieces, grain, [&](int64_t begin, int64_t end) {
-    while (begin < end) {
-      const int64_t first = begin % pieces, last = std::min(pieces, first + end - begin);
-      work(groups[begin / pieces], first, last);
-      begin += last - first;
+  const int64_t total = groups.size() * pieces, threads = at::get_num_threads();
+  const int64_t share = grain * std::max<int64_t>(1, total / (grain * threads * kSharesOfThread));
+  std::atomic<int64_t> next = 0;
+  at::parallel_for(0, std::min(threads, (total + grain - 1) / grain), 1, [&](int64_t, int64_t) {
+    for (int64_t begin; (begin = next.fetch_add(share)) < total;) {
+      const int64_t end = std::min(begin + share, total);
+      while (begin < end) {
+        const int64_t first = begin % pieces, last = std::min(pieces, first + end - begin);
+        work(groups[begin / pieces], first, last);
+        begin += last - first;
+      }
     }
   });
 }
