@@ -131,6 +131,8 @@ def test_times_are_bytes_or_operations_over_their_rate():
     assert one.feed_forward == pytest.approx(2 * 3 * 8192 * 3584 / 1e12)
     assert many.feed_forward == pytest.approx(2 * 1024 * 3 * 8192 * 3584 / 1e14)
     assert one.all_reduce == pytest.approx(57e-6 + 1.75 * 8192 * 16 / 224e9)
+    rounded = advise.times_of(config, works[0][1], torch.bfloat16, 8, 1, machine, LINKS["pcie"], "int8")
+    assert rounded == one._replace(all_reduce=pytest.approx(57e-6 + 1.75 * 8192 * 8.5 / 224e9))
     assert many.gather == pytest.approx(57e-6 + 0.875 * 1024 * 8 * 16 * 8 / 224e9)  # a logit and an id of each rank
     assert one.rest == pytest.approx(2 * 8192 * (128256 / 8 + 2) / 1e12)
 

@@ -206,6 +206,7 @@ JOIN = "from ladder.ranks import launch\n{}\nw = launch.join('cpu', {{'comm': '{
 @pytest.mark.parametrize("comm, local, before, compiler, name, line", [
     pytest.param("auto", 1, "", "c++", "0", "", marks=pytest.mark.slow),
     ("shared-memory", 2, "", "c++", "shared-memory-0", ""),
+    ("int8", 1, "", "c++", "int8-0", ""),
     ("auto", 2, "", "no-such-compiler", "0", "gloo carries .*: memory shared by ranks needs a C.. compiler: install"),
 ])  # fmt: skip
 def test_the_collectives_of_a_run(comm, local, before, compiler, name, line, tmp_path):

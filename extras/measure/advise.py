@@ -24,7 +24,7 @@ from ladder.command_line.flags import count, number
 from ladder.errors import InputError
 from ladder.lanes.lanes import lanes_of_rank
 from ladder.memory import cache_bytes, shard_on_meta, share_read, slices_bytes
-from ladder.ranks import launch
+from ladder.ranks import eight_bits, launch
 from model import rewired
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
@@ -96,6 +96,7 @@ GPUS = {
 BANDWIDTH_SHARE = 0.7
 FILLED_SLOTS = 1024  # filled slots of the cache, at most
 MOST_LOSS = 2.0  # percent that a recommended wiring may lose
+COMMS = "library", "int8"
 PCIE = """pcie was measured with eight GPUs and NCCL. Two to four that read one another's memory (nvidia-smi topo -p2p r
 says OK) are pcie-p2p with one-shot kernels, 20us+74gbps with NCCL; those that cannot, such as RTX 5070 Ti, pcie-host.
 extras.measure.probe measures yours."""
@@ -119,11 +120,16 @@ class Times(NamedTuple):
     norm_sum: float = 0.0
 
 
-def times_of(config, work, dtype, tp_size, batch, machine, link):
-    """Return the Times of a decode step over a Link. work: decode_work's."""
-    all_reduce = link.seconds(batch * config.dim * dtype.itemsize, tp_size)
+def sum_bytes(count, dtype, comm):
+    """Return the bytes of a sum of so many numbers, as --comm int8 sends them, or in the model's dtype."""
+    return eight_bits.message_bytes(count) if comm == "int8" else count * dtype.itemsize
+
+
+def times_of(config, work, dtype, tp_size, batch, machine, link, comm="library"):
+    """Return the Times of a decode step over a Link. work: decode_work's. comm: one of COMMS."""
+    all_reduce = link.seconds(sum_bytes(batch * config.dim, dtype, comm), tp_size)
     gather = link.seconds(16 * batch * tp_size, tp_size, passes=1)  # a logit and an id from each rank
-    norm_sum = link.seconds(8 * batch, tp_size) if norms_over_ranks(config) else 0.0  # two sums of squares of each row
+    norm_sum = link.seconds(16 * batch, tp_size) if norms_over_ranks(config) else 0.0  # two sums of squares of each row
     return Times(*map(machine.seconds, work.values()), all_reduce, gather, link.flight, norm_sum)
 
 
@@ -209,7 +215,7 @@ def advice(configs, times, own, tp_size):
     return f"{benchmarking.markdown(head, [cells for *_, cells in rows])}\n\n{text}", gain
 
 
-def copies_or_split(own, configs, dtype, tp_size, batch, context, machine, link):
+def copies_or_split(own, configs, dtype, tp_size, batch, context, machine, link, comm):
     """Return in a line what a whole copy of the model on each rank would do beside one model shared out over them.
 
     Both serve the same rows: so many that each copy has at least one. The gigabytes are those of rank 0's weights.
@@ -223,7 +229,7 @@ def copies_or_split(own, configs, dtype, tp_size, batch, context, machine, link)
     words += f"{1e3 * alone:.2f} ms ({n / alone:,.0f} tokens/s)"
     for config in (c for c in configs if c.wiring in ("standard", "ladder", own.wiring)):
         work = decode_work(config, dtype, tp_size, n, context)
-        seconds, _, _ = step_seconds(config, times_of(config, work, dtype, tp_size, n, machine, link))
+        seconds, _, _ = step_seconds(config, times_of(config, work, dtype, tp_size, n, machine, link, comm))
         parts.append(f"{config.wiring} {1e3 * seconds:.2f} ms ({n / seconds:,.0f})")
     return f"{words}; shared out, {shard:.1f} GB each: {', '.join(parts)}"
 
@@ -244,6 +250,8 @@ def parse(argv):
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
+    words = "how ranks sum: in the model's dtype, or in 8 bits; default: library"
+    p.add_argument("--comm", choices=COMMS, default="library", help=words)
     p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: all; of {link.LINK_FORMS}")
     return p.parse_args(argv)
 
@@ -265,6 +273,7 @@ def main(argv=None):
         configs = distinct_configs(own, args.wirings or variants(own), args.tp)
     context, machine = min(FILLED_SLOTS, own.max_seq_len), choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
+    what += f", sums by {args.comm}" * (args.comm != "library")
     rates = f"{machine.bandwidth / 1e9:,.1f} GB/s"
     if machine.flops < math.inf:
         rates += f", {machine.flops / 1e12:.0f} TFLOP/s"
@@ -276,12 +285,12 @@ def main(argv=None):
         print(PCIE)
     gains = []
     for one in links:
-        times = [times_of(c, works[(*c.mlps,)], dtype, args.tp, args.batch, machine, one) for c in configs]
+        times = [times_of(c, works[(*c.mlps,)], dtype, args.tp, args.batch, machine, one, args.comm) for c in configs]
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times[0]._asdict().items())
         table, gain = advice(configs, times, own, args.tp)
         print(f"\n{one.name}; in us: {parts}\n\n{table}")
         if own.find(Mixture):
-            print(copies_or_split(own, configs, dtype, args.tp, args.batch, context, machine, one))
+            print(copies_or_split(own, configs, dtype, args.tp, args.batch, context, machine, one, args.comm))
         gains.append(f"{one.name}: {gain}")
     if len(gains) > 1:
         print("\nRecommended over each link:\n" + "\n".join(gains))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ladder.errors import InputError, did_you_mean
-from ladder.ranks.group import Group, Pending
+from ladder.ranks.group import Group, Pending, message_bytes
 
 
 class Link(NamedTuple):
@@ -127,8 +127,11 @@ class LinkedGroup(Group):
         if self.stream is not None:  # a CUDA graph reads them in each replay
             self.costs.copy_(torch.tensor([1e3 * link.latency_us, 1e9 * link.per_byte]))
 
+    def message_bytes(self, tensor):
+        return message_bytes(self.inner, tensor)
+
     def allreduce(self, tensors, opts=None):
-        delivered = self._send(sum(t.nbytes for t in tensors))
+        delivered = self._send(sum(map(self.message_bytes, tensors)))
         return self._pending(self.inner and self.inner.allreduce(tensors, opts), delivered)
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):

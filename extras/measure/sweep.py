@@ -26,6 +26,7 @@ from ladder.decoding.batch import make_cache, pad
 from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks import launch
+from ladder.ranks.group import message_bytes
 from model import Config, rewired
 
 # On two ranks each sublayer reads 26 MB, which takes a core with 12 GB/s about 2 ms.
@@ -95,6 +96,7 @@ def measure(args, world):
             "batch": batch, "tokens": args.prompt_length, "dtype": checkpoint.dtype_name(case.partial.dtype), **made,
             "link": one._asdict() | ({"name": args.label} if args.label else {}), "wiring": name,
             **reports[one, name, batch], "comm": args.comm,
+            "all_reduce_bytes": message_bytes(world.group, case.partial),
         })  # fmt: skip
         if args.profile is not None:
             world.group.set_link(one)

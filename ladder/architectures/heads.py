@@ -205,7 +205,8 @@ def norm_heads(q, k, q_norm, k_norm, comm=None):
     (queries,), (keys,) = q_norm.normalized_shape, k_norm.normalized_shape  # widths over all ranks
     share = q.shape[2] * keys / queries  # ranks with a copy of a KV head each add a share of its squares
     squares = torch.stack([q.float().square().sum((1, 2, 4)), k.float().square().sum((1, 2, 4)) * share])
-    sums = comm.wait(comm.start(squares))[:, :, None, None, :, None]  # (2, B, 1, 1, S, 1)
+    # float64: sums of partials may be rounded on their way (ladder/ranks/eight_bits.py), which would ruin a norm
+    sums = comm.wait(comm.start(squares.double())).float()[:, :, None, None, :, None]  # (2, B, 1, 1, S, 1)
 
     def normed(x, norm, mean):
         weight = norm.weight.view(x.shape[1], x.shape[2], 1, x.shape[4])

@@ -122,7 +122,7 @@ def add_rank_flags(parser, sharded=False, comm=True):
     )
     if comm:
         words = "how ranks sum\nauto: shared memory on CPUs of one node, else library\nlibrary: gloo or NCCL\n"
-        words += "shared-memory, one-shot: docs/collectives.md"
+        words += "int8: partials travel in 8 bits, rounded\nshared-memory, one-shot: docs/collectives.md"
         parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
 
 

@@ -36,9 +36,16 @@ def connect_one_shot(world):
     return one_shot.connect(world)
 
 
+def connect_int8(world):
+    """Sum by gloo or NCCL partials that travel in 8 bits, which rounds them."""
+    from ladder.ranks import eight_bits
+
+    return eight_bits.connect(world)
+
+
 PROCESS_GROUPS = {
     "auto": connect_auto, "library": connect_library, "shared-memory": connect_shared_memory,
-    "one-shot": connect_one_shot,
+    "one-shot": connect_one_shot, "int8": connect_int8,
 }  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class OneShotGroup(Group):
 
     def allreduce(self, tensors, opts=None):
         [tensor], ops, group = tensors, torch.ops.symm_mem, self.peers
-        if tensor.nbytes > BUFFER or tensor.dtype == torch.float16:  # which no kernel sums
+        if tensor.nbytes > BUFFER or tensor.dtype not in (torch.bfloat16, torch.float32):  # which no kernel sums
             return self.inner.allreduce(tensors, opts)
         whole, shared = tensor.view(-1), self.buffer[: tensor.nbytes].view(tensor.dtype)
         self.stream.wait_stream(torch.cuda.current_stream())  # fork and join by events, which CUDA graphs capture

@@ -52,6 +52,12 @@ class ThroughHost(Group):
         results = [torch.empty_like(tensor, device="cpu") for tensor in outputs]
         return self._send(outputs, self.inner.allgather_into_tensor_coalesced, results, [x.cpu() for x in inputs])
 
+    def alltoall_base(self, output, input, output_sizes, input_sizes, opts=None):
+        def collective(results, x):
+            return self.inner.alltoall_base(*results, x, output_sizes, input_sizes)
+
+        return self._send([output], collective, [torch.empty_like(output, device="cpu")], input.cpu())
+
     def _send(self, outputs, collective, results, *inputs):
         """Start a collective whose results, in the host's memory, come to the outputs once it is waited for."""
         work = collective(results, *inputs)
