@@ -8,13 +8,13 @@ import ladder.openmp  # noqa: F401 (before torch loads)
 from generate import Generation, Runner, load_model
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.checkpoint import DTYPES
-from ladder.checkpoints.tokenizer import TextStream, load_tokenizer
 from ladder.command_line.prompts import fit
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks import launch
 from ladder.ranks.world import choose_device, rank_and_size
+from ladder.text.tokenizer import TextStream, load_tokenizer
 from model import rewired
 
 join = functools.cache(launch.join)  # the ranks meet only once, however many models are loaded

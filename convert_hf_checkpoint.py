@@ -23,15 +23,15 @@ from ladder import outputs
 from ladder.checkpoints import checkpoint, rounding, writing
 from ladder.checkpoints.checkpoint import dtype_name, read_json
 from ladder.checkpoints.compare import TOKENIZER_FILES
-from ladder.checkpoints.huggingface import LlamaWeights, config_from_hf, group, hf_names
-from ladder.checkpoints.llama2c import Llama2cWeights
-from ladder.checkpoints.quantized_formats import FORM, QuantizedWeights, dequantizing
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
 from ladder.kernels.quant_linear import dequantize, eight_bits, nearest
 from ladder.ranks import launch
 from ladder.ranks.ending import out_of_memory
+from ladder.sources.huggingface import LlamaWeights, config_from_hf, group, hf_names
+from ladder.sources.llama2c import Llama2cWeights
+from ladder.sources.quantized_formats import FORM, QuantizedWeights, dequantizing
+from ladder.text.tokenizer import load_tokenizer
 from model import build
 
 QUANTIZED = (  # what integers and fp8 are of
@@ -51,7 +51,7 @@ def open_source(source, revision=None, with_tokenizer=True):
         with open(path, "rb") as file:
             is_gguf = file.read(4) == b"GGUF" or path.suffix == ".gguf"
         if is_gguf:
-            from ladder.checkpoints.gguf_file import open_gguf
+            from ladder.sources.gguf_file import open_gguf
 
             tensors = open_gguf(path, with_tokenizer)
             folder = Path(tensors.folder.name)
@@ -272,7 +272,7 @@ def main(argv=None):
     if tokenizer and tokenizer.left_out:
         print(f"left out: the tokens {', '.join(tokenizer.left_out)}, for which the embedding has no rows")
     if tokenizer:
-        from ladder.chat.rendering import turn_end  # late: it imports jinja2
+        from ladder.text.rendering import turn_end  # late: it imports jinja2
 
         # several ids were chosen for this model's turns, of which one may have more messages than one
         named = tokenizer.end_tokens | (turn_end(tokenizer) if len(config.eos_ids) < 2 else {})

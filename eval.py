@@ -20,12 +20,12 @@ import generate
 from ladder import benchmarking, outputs
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.compare import check_vocabulary
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.errors import InputError
 from ladder.ranks import launch
 from ladder.scoring import SEPARATOR, divergence, total_nats
+from ladder.text.tokenizer import load_tokenizer
 
 
 def parse(argv):

@@ -422,7 +422,7 @@ def main(argv=None):
     job = Job(args, world)
     runner, seconds = load(job)
     if prompts.is_chat(args):
-        from ladder.chat.terminal import chat_on_terminal
+        from ladder.text.terminal import chat_on_terminal
 
         return chat_on_terminal(job, runner)
     show_prompt = args.chat is None

@@ -22,7 +22,6 @@ from tqdm import tqdm
 import generate
 from ladder import outputs
 from ladder.checkpoints import checkpoint, rounding, writing
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
@@ -30,6 +29,7 @@ from ladder.kernels.quant_linear import QuantLinear, dequantize, nearest
 from ladder.memory import release_freed_memory
 from ladder.ranks import launch
 from ladder.ranks.world import World
+from ladder.text.tokenizer import load_tokenizer
 from model import build, residual_loop
 from tp import shard_plan
 

@@ -17,7 +17,7 @@ PHASES = {  # name: (script, module and name of a function, the call of it that 
     "load": ("generate", "ladder.checkpoints.checkpoint", "Weights.fill", 3, r"load of"),
     "prefill": ("generate", "generate", "Runner.prefill", 1, r"prefill"),
     "decode": ("generate", "generate", "Runner.decode", 7, r"decode step 7\b"),
-    "chat": ("chat", "ladder.chat.terminal", "read_line", 2, r"the wait for the user|start"),
+    "chat": ("chat", "ladder.text.terminal", "read_line", 2, r"the wait for the user|start"),
     "training": ("adapt", "extras.training.adapt", "optimizer_step", 3, r"training step 3\b"),
 }
 

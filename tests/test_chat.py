@@ -1,4 +1,4 @@
-"""ladder/chat: templates that are refused, or that take too long or too much memory."""
+"""ladder/text: templates that are refused, or that take too long or too much memory."""
 
 import signal
 import subprocess
@@ -6,10 +6,10 @@ import subprocess
 import pytest
 from test_hostile import refused
 
-from ladder.chat import template as chat_template
-from ladder.chat.rendering import render, turn_end
-from ladder.checkpoints.tokenizer import Tokenizer
 from ladder.errors import ProcessLost
+from ladder.text import template as chat_template
+from ladder.text.rendering import render, turn_end
+from ladder.text.tokenizer import Tokenizer
 
 TEMPLATES = {
     "{{ messages.__class__.__mro__ }}": "is unsafe",

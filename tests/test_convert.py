@@ -25,9 +25,10 @@ import tp
 from generate import Runner
 from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture
-from ladder.checkpoints import checkpoint, config_values, families, huggingface
+from ladder.checkpoints import checkpoint
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
+from ladder.sources import config_values, families, huggingface
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,

@@ -17,12 +17,12 @@ from test_generate import edit_config, greedy_tokens, run, run_json
 import generate
 from complete import complete, load
 from generate import Runner
-from ladder.chat import terminal
 from ladder.decoding import speculative
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.decoding.drafts import of_model
 from ladder.errors import InputError
 from ladder.kernels import compiling
+from ladder.text import terminal
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
 OTHER = dataclasses.replace(BASE, n_layers=2, n_heads=4, head_dim=6, dim=20, intermediate_size=30, wiring="ladder")

@@ -13,8 +13,8 @@ import eval as evaluate
 from complete import load
 from ladder import scoring
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.errors import InputError
+from ladder.text.tokenizer import load_tokenizer
 
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
 

@@ -16,10 +16,11 @@ import convert_hf_checkpoint
 import tp
 from extras.export import to_hf, verify
 from ladder import outputs
-from ladder.checkpoints import checkpoint, huggingface
+from ladder.checkpoints import checkpoint
 from ladder.checkpoints.compare import check_vocabulary
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.errors import InputError
+from ladder.sources import huggingface
+from ladder.text.tokenizer import load_tokenizer
 from model import WIRINGS, Wiring
 
 LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

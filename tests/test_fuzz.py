@@ -16,10 +16,11 @@ from helpers import ROOT, change, write_model
 from test_convert import SMALL
 
 import tp
-from ladder.checkpoints import checkpoint, tiktoken_ranks
-from ladder.checkpoints.huggingface import config_from_hf
-from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
+from ladder.sources.huggingface import config_from_hf
+from ladder.text import tiktoken_ranks
+from ladder.text.tokenizer import load_tokenizer
 from model import Config, Transformer
 
 SECONDS = 1.2

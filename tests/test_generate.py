@@ -40,7 +40,6 @@ import tp
 from complete import complete, load
 from generate import Runner
 from ladder.checkpoints import checkpoint, sizes
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line.prompts import read_prompts
 from ladder.decoding import fast_sampling
 from ladder.decoding.batch import SINGLE_DEVICE, Sampler, make_cache, round_up
@@ -48,6 +47,7 @@ from ladder.decoding.sample_rows import sample_rows
 from ladder.errors import InputError
 from ladder.kernels import registry
 from ladder.ranks.world import World
+from ladder.text.tokenizer import load_tokenizer
 from model import SingleDevice
 
 PROMPTS = ["Once upon a time", "The dog ran", "a"]

@@ -13,9 +13,9 @@ import complete
 import convert_hf_checkpoint
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.compare import digest
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line.prompts import read_prompts
 from ladder.errors import InputError
+from ladder.text.tokenizer import load_tokenizer
 
 DEMO = ROOT / "demo"
 

@@ -16,8 +16,9 @@ from test_wiring import eager_order
 import convert_hf_checkpoint
 import generate
 import quantize
-from ladder.checkpoints import checkpoint, huggingface, writing
+from ladder.checkpoints import checkpoint, writing
 from ladder.errors import InputError
+from ladder.sources import huggingface
 
 SHAPE = {
     "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,

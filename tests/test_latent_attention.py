@@ -40,7 +40,7 @@ from extras.export import to_hf
 from extras.measure import advise
 from generate import Runner
 from ladder.architectures.mixture import Mixture, MoE
-from ladder.checkpoints import checkpoint, huggingface
+from ladder.checkpoints import checkpoint
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
@@ -48,6 +48,7 @@ from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.memory import step_bytes
+from ladder.sources import huggingface
 from model import build
 from tp import load_shard
 

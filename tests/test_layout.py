@@ -24,7 +24,7 @@ FILES = {
 CORE = {name for name in FILES if not name.startswith(("extras.", "benchmarks.")) and name not in ("adapt", "serve")}
 
 # These import, inside of functions, what extends them: layers and wirings; a chat and drafts; formats of tokenizers.
-EXTENDED = "model", "ladder.config_check", "generate", "ladder.checkpoints.tokenizer"
+EXTENDED = "model", "ladder.config_check", "generate", "ladder.text.tokenizer"
 
 
 def imported(path, anywhere=True):

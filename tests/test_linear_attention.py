@@ -34,7 +34,7 @@ from extras.export import verify
 from extras.measure import advise
 from generate import Runner
 from ladder.architectures.linear import gated_delta_rule, normalized
-from ladder.checkpoints import checkpoint, huggingface, writing
+from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.command_line.draft_flag import read_draft
 from ladder.errors import InputError
@@ -42,6 +42,7 @@ from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.lanes.lanes import load_lanes
 from ladder.memory import step_bytes
+from ladder.sources import huggingface
 from model import build
 from tp import load_shard, shard_plan
 

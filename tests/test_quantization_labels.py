@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_quantized_files import int32
 
-from ladder.checkpoints.quantized_formats import FORM, METHODS, dequantizing
 from ladder.errors import InputError
 from ladder.kernels.quant_linear import dequantize
+from ladder.sources.quantized_formats import FORM, METHODS, dequantizing
 
 N, K, GROUP = 16, 192, 64
 NAME = "model.layers.0.mlp.up_proj"

@@ -25,11 +25,12 @@ from test_hostile import refused
 
 import convert_hf_checkpoint
 from ladder.architectures.heads import Heads
-from ladder.checkpoints import checkpoint, gguf_file, huggingface
-from ladder.checkpoints.byte_pairs import LLAMA3_PATTERN
-from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
 from ladder.kernels.quant_linear import dequantize, unpack
+from ladder.sources import gguf_file, huggingface
+from ladder.text.byte_pairs import LLAMA3_PATTERN
+from ladder.text.tokenizer import load_tokenizer
 
 SHAPE = {"hidden_size": 384, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 64}
 SHAPE |= {"num_key_value_heads": 2, "initializer_range": 0.06}

@@ -12,9 +12,9 @@ from test_training import Letters, _train, check_alike, check_resumption, fresh,
 
 from extras.training import adapt, answers, choose, curves, data, own_text, partials
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import attention_metadata
+from ladder.text.tokenizer import load_tokenizer
 from model import interleave, rewired
 
 SIX = change(BASE, n_layers=6)

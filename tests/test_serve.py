@@ -30,9 +30,9 @@ from test_linear_attention import CONFIG as LINEAR
 import tp
 from complete import complete, load
 from generate import Runner
-from ladder.chat import template
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.ranks.world import World
+from ladder.text import template
+from ladder.text.tokenizer import load_tokenizer
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: requirements-serve.txt has it")
 from starlette.exceptions import HTTPException

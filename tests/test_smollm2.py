@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 import generate
 import tp
 from ladder.checkpoints import checkpoint
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.memory import weight_bytes
 from ladder.ranks.world import World
+from ladder.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

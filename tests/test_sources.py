@@ -1,4 +1,4 @@
-"""ladder/checkpoints: rank files and the files of llama2.c, also those of strangers."""
+"""ladder/sources and ladder/text: rank files and the files of llama2.c, also those of strangers."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from test_convert import check_parity, convert, hf_model
 from test_fuzz import SECONDS, check_changes
 from test_hostile import refused
 
-from ladder.checkpoints.llama2c import Llama2cWeights
-from ladder.checkpoints.tokenizer import load_tokenizer
+from ladder.sources.llama2c import Llama2cWeights
+from ladder.text.tokenizer import load_tokenizer
 
 LLAMA2C = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 

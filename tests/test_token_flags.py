@@ -15,9 +15,9 @@ from helpers import train_tokenizer
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ladder.checkpoints import gguf_tokenizer
-from ladder.checkpoints.tokenizer import FLAGS, load_tokenizer
 from ladder.errors import InputError
+from ladder.sources import gguf_tokenizer
+from ladder.text.tokenizer import FLAGS, load_tokenizer
 
 SIZE = 300
 MARK, OTHER = "<mark>", "<other>"  # MARK has the flags that are tried

@@ -8,9 +8,8 @@ import shutil
 import pytest
 from helpers import shared_data
 
-from ladder.chat import rendering
-from ladder.checkpoints import tiktoken_ranks, tokenizer
 from ladder.errors import InputError
+from ladder.text import rendering, tiktoken_ranks, tokenizer
 
 TEXTS = ["Once upon a time", " two  spaces, and\nlines\n", "naïve 🙂 日本", "1234 <s> </s>", "x"]
 TEMPLATE = (

@@ -18,12 +18,12 @@ import quantize
 import tp
 from extras.training import adapt, data, sharding
 from extras.training.data import TOKEN, Windows
-from ladder.chat import template
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.tokenizer import SplittingTokenizer, load_tokenizer
 from ladder.errors import InputError
 from ladder.lanes.lanes import load_lanes
 from ladder.ranks import ending, launch
+from ladder.text import template
+from ladder.text.tokenizer import SplittingTokenizer, load_tokenizer
 from model import rewired
 
 # Documents, tokens, windows

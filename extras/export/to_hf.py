@@ -15,12 +15,12 @@ from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
-from ladder.checkpoints.families import FAMILIES
-from ladder.checkpoints.huggingface import HF_ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
-from ladder.checkpoints.tokenizer import SentencePieceTokenizer, load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
+from ladder.sources.families import FAMILIES
+from ladder.sources.huggingface import HF_ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
+from ladder.text.tokenizer import SentencePieceTokenizer, load_tokenizer
 
 EXPORTED_CODE = Path(__file__).with_name("exported")  # copied into a folder if transformers does not have its model
 WIRING_BLOCKS = {  # {a wiring that the exported code computes: its key "block"}

@@ -9,12 +9,12 @@ from convert_hf_checkpoint import open_source
 from ladder.architectures.heads import Heads
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
-from ladder.checkpoints.families import NESTED
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
 from ladder.kernels.cpu.loading import use_kernels
 from ladder.ranks import launch
+from ladder.sources.families import NESTED
+from ladder.text.tokenizer import load_tokenizer
 from tp import load_shard
 
 TEXT = "Once upon a time there was a little dog who counted up to 10, and then ran to the park. "

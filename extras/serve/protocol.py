@@ -12,9 +12,9 @@ from jinja2 import Environment, TemplateSyntaxError, nodes
 from jinja2.ext import loopcontrols
 from starlette.exceptions import HTTPException
 
-from ladder.chat.template import readable
-from ladder.checkpoints.tokenizer import TextStream
 from ladder.decoding.batch import Sampler
+from ladder.text.template import readable
+from ladder.text.tokenizer import TextStream
 
 NUMBER = int, float
 COMMON_FIELDS = {  # {a field of a request: (its types, its default)}

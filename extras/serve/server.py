@@ -36,12 +36,12 @@ import generate
 from extras.serve.protocol import LONG_TEXT, Text, check, check_model, logprobs_of, parse, token_text
 from extras.serve.rows import Rows
 from ladder.checkpoints import checkpoint
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.command_line.job import CHAT_CONTEXT, Job
 from ladder.errors import InputError, ProcessLost
 from ladder.progress import progress
 from ladder.ranks import ending, launch
+from ladder.text.tokenizer import load_tokenizer
 
 MAX_BODY_BYTES = 2**22  # of a request
 DRAIN_SECONDS = 10  # for which requests may go on after SIGTERM

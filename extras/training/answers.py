@@ -15,12 +15,12 @@ import generate
 from ladder import benchmarking, outputs
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.compare import check_vocabulary
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.command_line.flags import count
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
 from ladder.ranks import launch
+from ladder.text.tokenizer import load_tokenizer
 
 ROWS = 50  # answers that are written at once
 NOUNS = (

@@ -20,13 +20,13 @@ from extras.measure import advise, link, plot
 from extras.training import partials
 from ladder import outputs
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import pad
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.ranks import launch
+from ladder.text.tokenizer import load_tokenizer
 from ladder.wiring_text import wiring_name
 from model import find_wiring, interleave, rewired
 

@@ -8,9 +8,9 @@ from tqdm import tqdm
 import generate
 from extras.training import sharding
 from extras.training.data import TOKEN
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
+from ladder.text.tokenizer import load_tokenizer
 
 ROWS = 64  # documents that are written at once
 FIRST_DOCUMENT = 2**31  # the index of the first of them; those of --text have lower ones

@@ -10,9 +10,9 @@ from ladder import outputs
 from ladder.architectures.mixture import Mixture
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.compare import check_vocabulary
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line import flags
 from ladder.errors import InputError
+from ladder.text.tokenizer import load_tokenizer
 from model import Wiring, find_wiring
 
 MACHINE_FLAGS = "out", "device", "micro_batch", "recompute", "compile"  # they may change when a run is resumed

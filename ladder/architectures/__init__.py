@@ -126,8 +126,8 @@ class Architecture:
     def from_hf(cls, hf):
         """Return ({setting: value}, {further field of Config: value}) of a model, or None if it has no such difference.
 
-        hf: as ladder.checkpoints.huggingface.read_hf returns it. Raises InputError. A family that has the difference in
-        any case, with no or the same settings, says so in its entry of FAMILIES (ladder/checkpoints/families.py).
+        hf: as ladder.sources.huggingface.read_hf returns it. Raises InputError. A family that has the difference in
+        any case, with no or the same settings, says so in its entry of FAMILIES (ladder/sources/families.py).
         """
 
     def hf_weights(self, source, config, hf):

@@ -12,11 +12,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder.architectures import Architecture
-from ladder.checkpoints.families import FAMILIES
 from ladder.errors import InputError
 from ladder.kernels.registry import plain
 from ladder.layers.norms import NORMS
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT
+from ladder.sources.families import FAMILIES
 from model import Attention
 
 

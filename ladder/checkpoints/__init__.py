@@ -1,1 +1,1 @@
-"""Checkpoints: their folders, families, tokenizers and formats."""
+"""Our own format: config.json, weights, writing, sizes of random weights, and how numbers are rounded."""

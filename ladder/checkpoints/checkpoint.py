@@ -15,12 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ladder.architectures import ARCHITECTURES, find_architecture
-from ladder.checkpoints.families import UNQUANTIZED
 from ladder.errors import InputError, first_line
 from ladder.kernels.huge_pages import empty_in_huge_pages
 from ladder.layers.attention_inputs import rope_frequencies
 from ladder.progress import progress
 from ladder.ranks.ending import out_of_memory
+from ladder.sources.families import UNQUANTIZED
 from model import Config
 
 MOST_LAYERS = 1000  # more are refused before they are built

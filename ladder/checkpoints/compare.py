@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from ladder.checkpoints.tokenizer import SETTINGS_FILES, VOCABULARY_FILES, load_tokenizer
 from ladder.errors import InputError
+from ladder.text.tokenizer import SETTINGS_FILES, VOCABULARY_FILES, load_tokenizer
 
 TOKENIZER_FILES = *VOCABULARY_FILES, "merges.txt", *SETTINGS_FILES, "generation_config.json"
 

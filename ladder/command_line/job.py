@@ -3,12 +3,12 @@
 import os
 import zlib
 
-from ladder.checkpoints.tokenizer import load_tokenizer
 from ladder.command_line.draft_flag import read_draft
 from ladder.command_line.flags import read_config, read_dtype, warn_of_wiring, with_wiring
 from ladder.command_line.prompts import fit, is_chat, read_prompts
 from ladder.decoding.batch import Sampler
 from ladder.memory import warn_of_memory
+from ladder.text.tokenizer import load_tokenizer
 
 CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
 

@@ -4,10 +4,10 @@ import torch
 from tqdm import tqdm
 
 from ladder.checkpoints import checkpoint
-from ladder.checkpoints.tokenizer import TextStream
 from ladder.command_line.flags import count
 from ladder.errors import InputError
 from ladder.seeds import generator
+from ladder.text.tokenizer import TextStream
 
 
 def add_prompt_flags(parser):

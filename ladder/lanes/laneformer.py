@@ -38,7 +38,7 @@ class LaneformerSettings(Architecture):
         return hf["laneformer"]["laneformer"], {"wiring": hf["laneformer"]["wiring"]}
 
     def hf_weights(self, source, config, hf):
-        from ladder.checkpoints.laneformer import LaneformerWeights
+        from ladder.sources.laneformer import LaneformerWeights
 
         return LaneformerWeights(source, config.head_dim)
 

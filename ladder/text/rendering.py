@@ -1,7 +1,7 @@
 """Renders conversations by a checkpoint's chat template, an untrusted program that template.py runs in isolation."""
 
-from ladder.chat import template
 from ladder.errors import InputError, ProcessLost, first_line
+from ladder.text import template
 
 ANSWER = "4.7.2"  # a text that no template contains
 

@@ -3,10 +3,10 @@
 import base64
 from itertools import count
 
-from ladder.checkpoints.byte_pairs import LLAMA3_PATTERN
 from ladder.checkpoints.checkpoint import read_json
-from ladder.checkpoints.tokenizer import SplittingTokenizer
 from ladder.errors import InputError
+from ladder.text.byte_pairs import LLAMA3_PATTERN
+from ladder.text.tokenizer import SplittingTokenizer
 
 # The file contains neither the pattern that splits words nor the special tokens. Llama 3's is known by its number of
 # ranks, unless a file beside it names another family. Kimi's class of transformers stands in the settings beside it,

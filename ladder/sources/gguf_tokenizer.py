@@ -1,11 +1,11 @@
-"""Writes the tokenizer that a GGUF file describes as the files that ladder/checkpoints/tokenizer.py reads."""
+"""Writes the tokenizer that a GGUF file describes as the files that ladder/text/tokenizer.py reads."""
 
 import json
 import struct
 
-from ladder.checkpoints.byte_pairs import LLAMA3_PATTERN, QWEN2_PATTERN
-from ladder.checkpoints.tokenizer import CONTROL, UNKNOWN, USER_DEFINED
 from ladder.errors import InputError
+from ladder.text.byte_pairs import LLAMA3_PATTERN, QWEN2_PATTERN
+from ladder.text.tokenizer import CONTROL, UNKNOWN, USER_DEFINED
 
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = (  # with what follows a word, and \\p{N}

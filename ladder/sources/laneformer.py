@@ -4,9 +4,9 @@ import re
 
 import torch
 
-from ladder.checkpoints.config_values import check_values
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
+from ladder.sources.config_values import check_values
 
 LANEFORMER_KEYS = {  # keys of config.json that only a Laneformer has, with the defaults of its code
     "norm_eps": 1e-5, "num_lanes": 1, "broadcast_delay": 1, "use_comm": True, "use_attention_comm": None,

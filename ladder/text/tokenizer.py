@@ -73,7 +73,7 @@ class Tokenizer:
 
         variables: {name: value} of further variables that the chat template reads.
         """
-        from ladder.chat.rendering import render  # late: it imports jinja2
+        from ladder.text.rendering import render  # late: it imports jinja2
 
         return self.encode_markup(render(self, messages, answer, variables))
 
@@ -208,18 +208,18 @@ def load_tokenizer(source, vocab_size=None):
             line = f.readline(200)
         kind = SentencePieceTokenizer
         if path.suffix == ".json":
-            from ladder.checkpoints.hf_tokenizer import JsonTokenizer
+            from ladder.text.hf_tokenizer import JsonTokenizer
 
             kind = functools.partial(JsonTokenizer, vocab_size=vocab_size)
         elif re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line):
-            from ladder.checkpoints.tiktoken_ranks import TiktokenTokenizer
+            from ladder.text.tiktoken_ranks import TiktokenTokenizer
 
             kind = functools.partial(TiktokenTokenizer, folder=folder if folder.is_dir() else None)
         tokenizer = kind(path)
         if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
             raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
         if any((folder / name).exists() for name in SETTINGS_FILES):
-            from ladder.checkpoints.hf_tokenizer import read_settings
+            from ladder.text.hf_tokenizer import read_settings
 
             tokenizer.add_as_transformers_does()
             read_settings(tokenizer, folder, vocab_size)

@@ -9,13 +9,14 @@ from collections import Counter
 import torch
 
 from ladder.architectures import all_architectures
-from ladder.checkpoints import checkpoint, laneformer
+from ladder.checkpoints import checkpoint
 from ladder.checkpoints.checkpoint import read_json
-from ladder.checkpoints.config_values import check_values, with_hf_keys
-from ladder.checkpoints.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED
 from ladder.errors import InputError, first_line
 from ladder.layers.attention_inputs import unpaired
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
+from ladder.sources import laneformer
+from ladder.sources.config_values import check_values, with_hf_keys
+from ladder.sources.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED
 from ladder.wiring_text import wiring_name
 
 HF_NAMES = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of three tensors

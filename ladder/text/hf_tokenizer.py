@@ -4,10 +4,10 @@ import itertools
 import json
 import reprlib
 
-from ladder.checkpoints.byte_pairs import byte_pairs
 from ladder.checkpoints.checkpoint import read_json, read_text
-from ladder.checkpoints.tokenizer import FLAGS, TEMPLATE_FILES, SplittingTokenizer, Tokenizer, library_errors
 from ladder.errors import InputError
+from ladder.text.byte_pairs import byte_pairs
+from ladder.text.tokenizer import FLAGS, TEMPLATE_FILES, SplittingTokenizer, Tokenizer, library_errors
 
 REFUSED_SETTINGS = {  # {a key of tokenizer_config.json whose effect is not computed here: what it does}
     "add_eos_token": "it ends each prompt before the answer",

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from ladder.checkpoints.checkpoint import MOST_LAYERS, refuse_pointer
-from ladder.checkpoints.families import FAMILIES, REQUIRED
-from ladder.checkpoints.gguf_tokenizer import end_token_ids, write_tokenizer
-from ladder.checkpoints.quantized_formats import Matrix, QuantizedWeights, affine, errors_of
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
+from ladder.sources.families import FAMILIES, REQUIRED
+from ladder.sources.gguf_tokenizer import end_token_ids, write_tokenizer
+from ladder.sources.quantized_formats import Matrix, QuantizedWeights, affine, errors_of
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # types of values
 STRING, ARRAY = 8, 9

@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, and a chat on the terminal."""
