@@ -14,8 +14,6 @@ from pathlib import Path
 
 import ladder.openmp  # noqa: F401 (before torch loads)
 
-import torch
-
 import generate
 from ladder import benchmarking, outputs
 from ladder.checkpoints import checkpoint
@@ -143,10 +141,9 @@ def main(argv=None):
     if world.rank > 0:
         return
     line = {
-        "model": Path(args.checkpoint).resolve().name, "wiring": config.wiring, "tp": world.tp_size,
-        "shares": world.shares, "comm": args.comm, "quant": config.quant, "group_size": config.group_size,
-        "dtype": checkpoint.dtype_name(model.dtype), **result,
-        "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": benchmarking.git_commit(),
+        "model": Path(args.checkpoint).resolve().name, "wiring": config.wiring, "comm": args.comm,
+        "quant": config.quant, "group_size": config.group_size, "dtype": checkpoint.dtype_name(model.dtype), **result,
+        "seconds": time.perf_counter() - start, **benchmarking.environment(world),
     }  # fmt: skip
     print(json.dumps(line))
     if args.json:
