@@ -40,7 +40,7 @@ from ladder.kernels import registry
 from ladder.memory import keep_freed_memory
 from ladder.progress import progress
 from ladder.ranks import launch
-from model import VOCAB_BLOCK, cache_size, cache_slots
+from model import VOCAB_BLOCK, cache_size, cache_slots, dummy_slot
 from tp import TensorParallel, load_shard
 
 CHUNK_TOKENS = 1024  # the most in a chunk of a prefill, all rows together: bounds the memory of activations
@@ -108,7 +108,7 @@ def sample(logits, comm, sampler):
         blocks = F.pad(weights, (0, -V % VOCAB_BLOCK)).unflatten(-1, (-1, VOCAB_BLOCK))
         n_blocks = blocks.shape[1]
         e = sampler.random(torch.Tensor.exponential_, B, n_blocks + VOCAB_BLOCK)
-        block = (blocks.sum(-1).double() / e[:, :n_blocks]).argmax(-1)  # first among blocks of ids, so that e is small
+        block = (blocks.sum(-1).double() / e[:, :n_blocks]).argmax(-1)  # a block first: few random numbers will do
         inside = blocks[torch.arange(B, device=block.device), block] / e[:, n_blocks:]
         ids = block * VOCAB_BLOCK + inside.argmax(-1)
     return ids.where(finite, -1)
@@ -183,7 +183,7 @@ class Runner:
         The padding of a shorter row fills slots behind its last token; decode overwrites these before it reads them.
         cached_tokens: how many of each row's first tokens are in the cache already, fewer than the row has.
         """
-        if not self.model.config.rewindable:
+        if not self.model.config.rewindable:  # its state is that of a whole row, and not of its first tokens
             cached_tokens = 0
         last_index = lengths - 1
         logits = None
@@ -222,7 +222,7 @@ class Runner:
         logits are garbage.
         """
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        positions = positions.clamp(max=cache_slots(self.cache) - 1)  # the dummy slot
+        positions = positions.clamp(max=dummy_slot(self.cache))
         return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
 
     def step(self, sequences, done, sampler):
@@ -253,7 +253,7 @@ class Runner:
         On a GPU rounded up, e.g. 513 to 768 and 769 to 1024, at most the cache: each size is a CUDA graph of its own.
         """
         unit = 1 if self.device.type == "cpu" else max(batch.BUCKET, 2 ** ((longest - 1).bit_length() - 2))
-        return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)
+        return min(-(-longest // unit) * unit, dummy_slot(self.cache))
 
     def choose_splits(self, B, S):
         """Return into how many parts to cut a chunk of S tokens of B rows."""
@@ -296,7 +296,7 @@ class Generation:
         self.max_lengths = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         rows, slots = cache_size(runner.cache)
         longest = max(self.max_lengths)
-        if len(prompts) != rows or longest > slots:
+        if len(prompts) != rows or longest > slots:  # with the dummy slot, since a row's last token is never cached
             needed = f"{len(prompts)} rows of {longest} tokens do not fit a cache of {rows} rows, {slots} slots"
             raise InputError(f"{needed}: make_cache(model, {len(prompts)}, {longest}) makes one")
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done

@@ -71,9 +71,9 @@ class Config:
     architecture: tuple[Architecture, ...] = ()
 
     def __post_init__(self):
-        ordered = sorted(self.architecture, key=lambda each: (each.yields, each.name))
+        ordered = sorted(self.architecture, key=lambda each: (each.is_fallback, each.name))
         object.__setattr__(self, "architecture", tuple(ordered))
-        _ = self.layer_wirings  # is computed now, since the compiler cannot trace how text is parsed
+        _ = self.layer_wirings  # is computed and kept now, since the compiler cannot trace how text is parsed
         config_check.check(self)
 
     @functools.cached_property
@@ -83,12 +83,12 @@ class Config:
 
     @functools.cached_property
     def named_wiring(self):
-        """The Wiring that `wiring` names, with what the text says of it."""
+        """The Wiring that `wiring` names, with what the text says of it: of "ladder-2:8" the ladder with stale=2."""
         return find_wiring(self.parsed.name).configured(self.parsed)
 
     @functools.cached_property
     def layer_wirings(self):
-        """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
+        """The Wiring of each layer, as a tuple: the named one, or where NAME:N leaves a layer out, usually standard."""
         named = self.named_wiring
         chosen = wiring_text.choose_layers(self.parsed, named, self.n_layers)
         return tuple(named if i in chosen else named.left_out() for i in range(self.n_layers))
@@ -97,15 +97,18 @@ class Config:
         """Return the Architecture of this class, or None."""
         return next((each for each in self.architecture if isinstance(each, kind)), None)
 
-    def differs(self, question, *arguments):
-        """Return the first answer of the architectures to a question, such as "attention"; None: as in a Llama."""
+    def ask(self, question, *arguments):
+        """Return the first answer of the architectures to a question, such as "attention"; None: as in a Llama.
+
+        The questions are the methods of Architecture (ladder/architectures/__init__.py).
+        """
         answers = (getattr(each, question)(self, *arguments) for each in self.architecture)
         return next((answer for answer in answers if answer is not None), None)
 
     @property
     def mlps(self):
         """{prefix of matrices' names: neurons} of the sharded MLPs: {"": 14336}; of a mixture {"experts.": 768}."""
-        return self.differs("mlps") or {"": self.intermediate_size}
+        return self.ask("mlps") or {"": self.intermediate_size}
 
     def stays_float32(self, name):
         """Return whether a parameter is never rounded to the dtype of the others."""
@@ -152,7 +155,8 @@ class Collectives(Protocol):
         """Return x. When compiled, whatever reads the result comes after the last start in `newer`."""
         return x
 
-    # What the Sampler asks (ladder/decoding/batch.py), since a rank has the logits of its part of the vocabulary only.
+    # What choosing a token asks (generate.sample and its kernel), since a rank has the logits of its part of the
+    # vocabulary only.
 
     def local_logits(self, logits):
         """Return (local logits padded to whole blocks, equally wide on all ranks; their first token id; V)."""
@@ -185,7 +189,9 @@ class SingleDevice(Collectives):
         return logits
 
 
-VOCAB_BLOCK = 16  # token ids. A rank holds whole blocks: the Sampler draws by block, alike on any number of ranks
+# Token ids. A rank holds whole blocks: generate.sample draws a block, with a random number for each, and then an id in
+# it. So a rank needs the logits of its own blocks only, and any number of ranks draws the same id.
+VOCAB_BLOCK = 16
 
 
 def pad_logits(logits, n):
@@ -203,13 +209,13 @@ def pad_logits(logits, n):
 def residual_loop(x, sublayers, comm, config):
     """Run the sublayers [(h, stale), ...], each on x without the newest `stale` sums, which are still in flight.
 
-    Below is what h0 to h3 read, the attentions and MLPs of two layers; s0, s1, ... are the sums of their partials.
-    A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), where h0 and h1 both read the embedding.
+    Below is what h0 to h3 read, the attentions and MLPs of two layers; e is the embedding, and s0, s1, ... are the sums
+    of their partials. A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), where h0 and h1 both read e.
 
-    standard                 stale 0 0 0 0    h0(x) h1(x+s0) h2(x+s0+s1) h3(x+s0+s1+s2)
-    ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
-    ladder-2                       2 2 2 2    h0(x) h1(x)    h2(x)       h3(x+s0)
-    ladder:1, the last of 2 layers 0 0 1 1    h0(x) h1(x+s0) h2(x+s0)    h3(x+s0+s1)
+    standard                 stale 0 0 0 0    h0(e) h1(e+s0) h2(e+s0+s1) h3(e+s0+s1+s2)
+    ladder                         1 1 1 1    h0(e) h1(e)    h2(e+s0)    h3(e+s0+s1)
+    ladder-2                       2 2 2 2    h0(e) h1(e)    h2(e)       h3(e+s0)
+    ladder:1, the last of 2 layers 0 0 1 1    h0(e) h1(e+s0) h2(e+s0)    h3(e+s0+s1)
 
     The sublayers of parallel are attention + MLP of a layer; those of pair are two layers' attentions, then two MLPs.
 
@@ -257,21 +263,28 @@ def attention_plus_mlp(x, block, metadata, cache):
 class Wiring:
     """The sublayers of a model, and what they read.
 
-    Config.wiring is NAME[-stale][:n]. For example, ladder-2 is two sublayers stale, and ladder:8 wires the last
-    eight layers as a ladder; the others are standard, as are the first layers where `blocks` leaves some over.
+    Config.wiring is NAME[-K][:N]. For example, ladder-2 is two sublayers stale, and ladder:8 wires the last eight
+    layers as a ladder; the others are standard, as are the first layers where `blocks` leaves some over.
 
-    A wiring of your own is an entry of WIRINGS; its flag, its line of --help and its tests follow from that. If it
-    needs another sublayer or another loop, write that function beside those above. Where that is not enough, a subclass
-    gives other answers than the methods below, as FarSkip (ladder/architectures/farskip.py) does.
+    A wiring of your own is an entry of WIRINGS, whose name ends in a letter; its flag, its line of --help and its tests
+    follow from that. If it needs another sublayer or another loop, write that function beside those above:
+
+    a sublayer  h(x, block, metadata, cache) -> this rank's partial (B, S, D)
+    a loop      loop(x, [(h, stale), ...], comm, config), a generator like residual_loop; all parts of a prompt must
+                yield equally often
+
+    Where that is not enough, a subclass gives other answers than those below the fields, as FarSkip does
+    (ladder/architectures/farskip.py).
     """
 
     about: str  # its line of --help
     block_sublayers: tuple[Callable, ...] = (attention_sublayer, mlp_sublayer)
     blocks: int = 1  # how many neighbouring blocks read one input, with one sum for all their attentions or MLPs
-    loop: Callable = residual_loop  # runs the sublayers, as described there
+    loop: Callable = residual_loop  # runs the sublayers
     stale: int = 0  # how many of the newest sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
 
+    # What is no field, a subclass answers for all its wirings.
     # Whether sublayers read this rank's own partials before they are summed, so that the ranks' streams differ.
     reads_partials = False
     # Whether the weights were made for a number of shards, so that it matters where they are cut.
@@ -279,13 +292,17 @@ class Wiring:
 
     @property
     def takes_layers(self):
-        """Whether NAME:n may wire only some layers. A loop of your own must obey each sublayer's `stale` for that."""
+        """Whether NAME:n may wire only some layers.
+
+        A loop of your own that obeys each sublayer's `stale` says so: class Mine(Wiring): takes_layers = True.
+        """
         return self.loop is residual_loop and self != self.left_out()
 
     @property
     def forms(self):
         """What may follow its name in Config.wiring."""
-        return (":N", ":I,J,...", ":I-J") * self.takes_layers + ("-K",) * bool(self.stale)
+        layers = (":N", ":I,J,...", ":I-J") if self.takes_layers else ()
+        return (*layers, "-K") if self.stale else layers
 
     def configured(self, parsed):
         """Return this Wiring with what the text says of it, a wiring_text.Parsed."""
@@ -346,12 +363,12 @@ def list_sublayers(config, layers, metadata=None, cache=None):
     while i < config.n_layers:
         wiring = config.layer_wirings[i]
         side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
-        sublayers += [(functools.partial(_add_partials, h, side_by_side), wiring.stale) for h in wiring.block_sublayers]
+        sublayers += [(functools.partial(_run_blocks, h, side_by_side), wiring.stale) for h in wiring.block_sublayers]
         i += wiring.blocks
     return sublayers
 
 
-def _add_partials(sublayer, side_by_side, x):  # usually of one block
+def _run_blocks(sublayer, side_by_side, x):  # usually of one block
     if len(side_by_side) == 1:
         return sublayer(x, *side_by_side[0])
     first, *others = [sublayer(x, *arguments) for arguments in side_by_side]
@@ -422,7 +439,7 @@ class Attention(nn.Module):
         metadata: what all layers share of this pass, an AttentionMetadata (ladder/layers/attention_inputs.py).
         cache: None or (k, v), both (B, K, T, H), which are written to.
         """
-        q, k, v, *others = self.split_heads(self.wqkv(x), metadata)
+        q, k, v, *others = self.split_heads(self.wqkv(x), metadata)  # others: gates, in heads.py
         rope, mask = self.rope_and_mask(metadata)
         q, k, v = rotate_into_cache(q, k, v, rope, metadata, cache)
         if cache is not None and mask is not None:  # else the keys of this pass are all
@@ -435,7 +452,7 @@ class Attention(nn.Module):
     def split_heads(self, qkv, metadata):
         """Return q (B, K, G, S, H), k and v (B, K, 1, S, H) of the output of wqkv (B, S, rows)."""
         B, S, rows = qkv.shape
-        heads = qkv.view(B, S, self.count_kv_heads(rows), -1, self.head_dim).permute(0, 2, 3, 1, 4)
+        heads = qkv.view(B, S, self.count_kv_heads(rows), -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G+2, S, H)
         return heads.tensor_split((-2, -1), dim=2)
 
     def rope_and_mask(self, metadata):
@@ -501,8 +518,9 @@ class Block(NeverCalled):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.attention = config.differs("attention", layer) or Attention(config)
-        self.feed_forward = config.differs("feed_forward", layer) or FeedForward(
+        self.attention = config.ask("attention", layer) or Attention(config)
+        # a mixture of experts, for example, enters here: ladder/architectures/mixture.py
+        self.feed_forward = config.ask("feed_forward", layer) or FeedForward(
             config.dim, config.intermediate_size, config.mlp_bias, config.activation
         )
         make_norm = functools.partial(NORMS[config.norm], config.dim, config.norm_eps)
@@ -572,14 +590,14 @@ class Transformer(nn.Module):
         S, fresh = tokens.shape[1], positions is None
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
-        n_keys = 0 if fresh else cache_length - S  # of earlier chunks; a row that has fewer masks the others
-        last = None if last_index is None else positions[:, :1] + last_index[:, None]  # where linear attention stops
-        max_length = cache_slots(cache) - 1 if cache else S  # how long a row may get, by which longrope chooses factors
+        n_keys = 0 if fresh else cache_length - S  # of earlier chunks, in the longest row
+        last = None if last_index is None else positions[:, :1] + last_index[:, None]  # as positions
+        max_length = dummy_slot(cache) if cache else S  # how long a row may get, by which longrope chooses factors
         split_positions = positions.tensor_split(splits, 1)
         for part, part_positions in zip(tokens.tensor_split(splits, 1), split_positions, strict=True):
-            causal = fresh and n_keys == 0  # the part attends to nothing but itself, and needs no mask
+            alone = fresh and n_keys == 0  # the part attends to nothing but itself, and needs no mask
             n_keys += part.shape[1]
-            keys = None if causal else torch.arange(n_keys, device=tokens.device)
+            keys = None if alone else torch.arange(n_keys, device=tokens.device)
             metadata = attention_metadata(self, part_positions, keys, max_length, last)
             yield self.loop(self.embed(part), metadata, cache)
 
@@ -595,7 +613,7 @@ class Transformer(nn.Module):
 
     def loop_comm(self):
         """Return the Collectives of a new loop: `comm`, or what an architecture puts around it."""
-        return self.config.differs("collectives", self) or self.comm
+        return self.config.ask("collectives", self) or self.comm
 
     def head(self, x, last_index=None):
         """Return the local logits of the last layer's x (B, S, D); last_index: as in forward."""
@@ -621,10 +639,18 @@ def has_slots(layer_cache):
 def cache_slots(cache):
     """Return the number of slots T of a cache, 1 if no layer has any.
 
-    Slot i holds the key and the value of position i. The last is a dummy slot, which no pass reads: tokens at positions
-    past the end, such as a draft's last proposals, are written there.
+    Slot i holds the key and the value of position i. The last one is the dummy slot.
     """
     return next((layer[0].shape[2] for layer in cache if has_slots(layer)), 1)
+
+
+def dummy_slot(cache):
+    """Return the index of the last slot, which no pass reads: so it is the number of the others.
+
+    Tokens at positions past the end, such as a draft's last proposals, are written there. And it keeps a step from
+    reading all slots, for which the compiler would make another graph.
+    """
+    return cache_slots(cache) - 1
 
 
 def cache_size(cache):

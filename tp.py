@@ -10,6 +10,9 @@ the neurons, and the two partial y add up to the whole one:
 Attention is shared out in the same way by its heads: wqkv by rows, wo by columns. A bias of a column-parallel linear is
 cut with the rows; that of a row-parallel one is added by rank 0 alone, since the all-reduce adds it up.
 
+The output head is cut by the vocabulary, in blocks of 16 ids (model.VOCAB_BLOCK); each rank holds the whole embedding
+table.
+
 There are no linears of other classes for this. A shard is the whole Transformer, built without memory, whose parameters
 load_shard replaces by this rank's slices; the forward pass reads its head counts from their shapes.
 
@@ -59,6 +62,9 @@ class TensorParallel(Collectives):
     def wait(self, pending):
         return torch.ops._c10d_functional.wait_tensor(pending)
 
+    # Settle and pin are those of Collectives. In compiled code the kernels of ladder/kernels/ordered.py stand in for
+    # these two, and keep the order, without which nothing overlaps: so not with --plain.
+
     @plain
     def settle(self, x, pending, newer=()):
         return x + self.wait(pending)
@@ -95,11 +101,12 @@ def shard_plan(config, rank, shares):
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
     for each in config.architecture:
         plan |= each.plan_of_heads(config, wo)
-    for units in filter(None, (each.sharded_units(config) for each in config.architecture)):
-        n, name, linears = units
-        first, end = split_range(n, rank, shares, name)
-        for linear, (dim, parts) in linears.items():
-            plan[linear] = dim, [(offset + first * size, offset + end * size) for offset, size in parts]
+    for each in config.architecture:
+        if units := each.sharded_units(config):
+            n, name, linears = units
+            first, end = split_range(n, rank, shares, name)
+            for linear, (dim, parts) in linears.items():
+                plan[linear] = dim, [(offset + first * size, offset + end * size) for offset, size in parts]
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
         plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
@@ -128,7 +135,7 @@ def head_ranges(config, rank, shares):
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
-    query_rows = config.differs("query_rows") or H  # of wqkv for a query head
+    query_rows = config.ask("query_rows") or H  # of wqkv for a query head
     group_rows = G * query_rows + 2 * H
     if tp_size <= K:
         first, end = split_range(K, rank, shares, "KV heads")
@@ -222,13 +229,15 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
     owner = name if path.endswith((".attention", ".feed_forward")) else path  # they may have parameters of their own
     dim, ranges = plan.get(plan_key(owner), (0, None))
     as_stored = whole.dtype == torch.float16 and dtype == torch.bfloat16  # only scales and zeros of groups are float16
-    dtype = dtype if whole.itemsize > 1 else whole.dtype
+    is_quantized = whole.itemsize == 1
+    dtype = whole.dtype if is_quantized else dtype
     if model.config.stays_float32(name):
         dtype = torch.float32
     row_parallel = dim == 1
+    is_scale_of_rows = row_parallel and whole.shape[-1] == 1  # of int8, whose columns share one scale
     if row_parallel and tensor == "bias":  # added to a partial sum, so by rank 0 alone
         return ShardSlice(whole.shape, dtype, zeros=rank > 0)
-    if ranges is None or (row_parallel and whole.shape[-1] == 1):  # a norm, an embedding; int8's scales of rows
+    if ranges is None or is_scale_of_rows:  # None: of a norm or an embedding
         return ShardSlice(whole.shape, dtype, as_stored=as_stored)
     columns_per_element = model.get_submodule(path).in_features // whole.shape[-1] if row_parallel else 1
     shape, dim = list(whole.shape), dim + (".experts." in name)  # experts come first

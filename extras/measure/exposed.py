@@ -15,7 +15,7 @@ from extras.measure.link import Link
 from ladder import outputs
 from ladder.benchmarking import in_turns, quartiles, timed
 from ladder.memory import weight_bytes
-from model import Config, SingleDevice, cache_slots
+from model import Config, SingleDevice, dummy_slot
 from tp import TensorParallel
 
 
@@ -34,7 +34,7 @@ def replays(runner, tokens, lengths):
     decode step reads and writes up to the last slot before the dummy slot.
     """
     runner.chunk_tokens = tokens.numel()
-    token, longest = tokens[:, :1].clone(), cache_slots(runner.cache) - 1
+    token, longest = tokens[:, :1].clone(), dummy_slot(runner.cache)
     last = torch.full_like(lengths, longest - 1)
     return {
         "prefill": lambda: runner.prefill(tokens, lengths), "decode": lambda: runner.decode(token, last, longest)

@@ -35,8 +35,8 @@ class Architecture:
     """A difference from a Llama. Subclasses are frozen dataclasses; `config` is the Config that lists this object."""
 
     name = ""  # in ARCHITECTURES
-    # Whether it yields to others that answer the same question, such as which attention a layer has.
-    yields = False
+    # Whether others that answer the same question, such as which attention a layer has, are asked before it.
+    is_fallback = False
     # Whether a row's cache can forget its last tokens, as drafts and a server's reuse of prompts need.
     rewindable = True
     # Matrices that are never quantized: they are small, but their errors would not be, or their floats are needed.

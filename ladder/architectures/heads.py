@@ -25,7 +25,7 @@ class Heads(Architecture):
     """What differs; the defaults are a Llama's."""
 
     name = "heads"
-    yields = True  # to linear attention, which only some layers have
+    is_fallback = True  # after linear attention, which only some layers have
 
     qk_norm: bool = False  # whether queries and keys are normed, head by head
     whole_qk_norm: bool = False  # with qk_norm: one norm over the heads of all ranks, not one for each head

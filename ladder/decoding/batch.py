@@ -30,9 +30,8 @@ def make_cache(model, batch, length, in_buckets=False):
     """Return a cache for rows of up to `length` tokens, and a dummy slot behind them that no step reads.
 
     in_buckets: round up the number of slots, as on a GPU always, so that what was compiled for one prompt serves the
-    next. The dummy slot keeps a step from reading all slots, for which the compiler would make another graph. longrope
-    chooses its factors by the number of the other slots; so rounding up never crosses its original context, which
-    BUCKET divides.
+    next. longrope chooses its factors by the number of slots, but for the dummy slot; so rounding up never crosses its
+    original context, which BUCKET divides.
     """
     if model.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET

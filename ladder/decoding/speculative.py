@@ -12,7 +12,7 @@ import generate
 from ladder.decoding import fast_sampling, top_k_top_p
 from ladder.decoding.batch import SINGLE_DEVICE, Sampler, last_tokens, pad
 from ladder.kernels import registry
-from model import cache_slots
+from model import dummy_slot
 
 
 class Draft:
@@ -142,7 +142,7 @@ def verify(runner, sequences, ids, q, sampler):
     if not ids.shape[1]:
         return generate.sample(logits[:, 0], comm, sampler)[:, None].tolist()
     ids, accepted = accept(sampler, logits, ids, q, comm)
-    accepted = accepted.clamp(max=cache_slots(runner.cache) - 2 - positions)  # beyond the cache the logits mean nothing
+    accepted = accepted.clamp(max=dummy_slot(runner.cache) - 1 - positions)  # beyond the cache the logits mean nothing
     if sampler.temperature:
         ids, accepted = of_rank_0(torch.cat((ids, accepted[:, None]), 1), comm).tensor_split([-1], 1)
     return [row[: n + 1] for row, n in zip(ids.tolist(), accepted.flatten().tolist(), strict=True)]

@@ -13,7 +13,7 @@ from ladder.errors import InputError
 from ladder.kernels import compilers, registry
 from ladder.kernels.cpu import loading
 from ladder.progress import progress
-from model import cache_slots
+from model import dummy_slot
 
 # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
 # large kernels. Of the C++, only the kernels take time to run: built apart, the rest takes g++ a third of the time.
@@ -129,7 +129,7 @@ def warm_up(runner, prompts, max_new_tokens, sampler):
     start, first, state = time.perf_counter(), max(map(len, prompts)) + 1, sampler.generator.get_state()
     lengths = {first}
     if runner.device.type == "cuda":
-        room = min(cache_slots(runner.cache) - 1, runner.model.config.max_seq_len)
+        room = min(dummy_slot(runner.cache), runner.model.config.max_seq_len)
         last = min(first + max_new_tokens - 1, room)
         end = min(runner.cache_length(last) + 1, room)
         lengths = {last, *{runner.cache_length(n): n for n in range(end, first - 1, -1)}.values()}

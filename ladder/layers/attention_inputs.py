@@ -21,7 +21,7 @@ def rope_frequencies(config):
     frequencies = (1.0 / config.rope_theta**exponents).expand(2, -1)
     if config.rope_scaling:
         frequencies = rope_scaling.scaled(frequencies, config)
-    if theta := config.differs("window_theta"):
+    if theta := config.ask("window_theta"):
         frequencies = torch.stack((frequencies[0], 1.0 / theta**exponents))
     return frequencies.contiguous()
 
