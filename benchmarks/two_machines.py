@@ -40,7 +40,8 @@ from tp import TensorParallel
 CASES = [("decode", 1), ("decode", 4), ("prefill", 256)]  # rows of a decode step, tokens of a prefill
 WAYS = [*itertools.product(("library", "int8"), ("standard", "ladder")), ("none", "upper-bound")]
 FILLED = 128  # slots of the cache before a decode step
-STEPS = {"decode": 5, "prefill": 1}  # that a round times together
+STEPS = {"decode": 5, "prefill": 1}  # that are timed together
+TURNS = {"decode": 5, "prefill": 1}  # of a round: a decode step is short, so that a moment's disturbance hits one way
 SENT = Path("/sys/class/net/link0/statistics/tx_bytes")  # of this rank's end of the link
 PROMPT = ("abcdefghijklmnopqrstuvwxyz" * 10)[:256]  # a letter is a token
 
@@ -109,8 +110,10 @@ def lines_of(args, world):
     in_turns(ways, 1)  # not measured: it allocates memory
     runs, made = {key: [] for key in ways}, environment(world)
     for round_number in range(args.rounds):
-        for key, [result] in in_turns(ways, 1).items():
-            runs[key].append(result)
+        for kind, repeats in TURNS.items():
+            some = {key: way for key, way in ways.items() if kind in key}
+            for key, timings in in_turns(some, repeats).items():
+                runs[key].extend(timings)
         if args.peer and round_number in (0, args.rounds - 1):
             for case, some in run_peer(world, args.peer).items():
                 runs.setdefault(("q80", "distributed-llama", *case), []).extend(some)
