@@ -19,7 +19,7 @@ import ladder.openmp  # noqa: F401 (before torch loads)
 import torch
 
 import tp
-from ladder import outputs
+from ladder import config_check, outputs
 from ladder.checkpoints import checkpoint, rounding, writing
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.checkpoints.compare import TOKENIZER_FILES
@@ -28,15 +28,11 @@ from ladder.errors import InputError, first_line
 from ladder.kernels.quant_linear import dequantize, eight_bits, nearest, pack_pairs
 from ladder.ranks import launch
 from ladder.ranks.ending import out_of_memory
-from ladder.sources import SOURCES, open_path
 from ladder.sources.huggingface import group, hf_names
 from ladder.sources.matrices import E4M3, Form, Fp8, by_rows, in_groups, to_floats
+from ladder.sources.source import SOURCES, open_path
 from ladder.text.tokenizer import load_tokenizer
 from model import build
-
-QUANTIZED = (  # what integers and fp8 are of
-    "tok_embeddings", "wqkv", "wqkvz", "wq", "wq_a", "wq_b", "wkv_a", "wgate", "wo", "wout", "w1", "w3", "w2", "output",
-)  # fmt: skip
 
 
 def open_source(source, revision=None, with_tokenizer=True):
@@ -76,11 +72,11 @@ def download(repository, revision=None):
 
 def forms_of(source, config):
     """Return {kind of a matrix, such as w2: {its path in our model: its Form in the source, or None: floats}}."""
-    kinds = {}
+    kinds, may_be_quantized = {}, config_check.quantizable(config)
     for name in writing.shapes(config):
         path, _, tensor = name.rpartition(".")
         kind = path.rpartition(".")[2]
-        if tensor == "weight" and kind in QUANTIZED:
+        if tensor == "weight" and kind in may_be_quantized:
             forms = [source.form(each) for each in hf_names(name, config)]  # those of queries, keys and values join
             form = forms[0]
             if None in forms:
@@ -117,12 +113,12 @@ def keep_quantized(config, source):
     )
 
 
-def plan(source, config):
+def plan(source, config, parameters):
     """Return {our name: the names of the source's tensors that make it}, without scales and zeros.
 
-    Raises InputError for tensors that are missing, or that are no part of the model.
+    parameters: the names of ours. Raises InputError for tensors that are missing, or that are no part of the model.
     """
-    available, parameters = {*source.names()}, dict(build(config).named_parameters())
+    available = {*source.names()}
     sources = {name: hf_names(name, config) for name in parameters if not name.endswith((".scales", ".zeros"))}
     if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
         # under whose name some folders have the tied tensor
@@ -166,7 +162,7 @@ class Reader:
         self.config = config
         self.dtype = dtype
         self.parameters = dict(build(config).named_parameters())
-        self.names = plan(source, config)
+        self.names = plan(source, config, self.parameters)
         floats = [name for name in self.names if name.removesuffix("weight") + "scales" not in self.parameters]
         kinds = [name.split(".")[-2] for name in floats if any(map(source.form, self.names[name]))]
         self.dequantized = list(dict.fromkeys(kinds))
@@ -262,14 +258,9 @@ def choose_dtype(name, source, path):
     values = next((name for name in source.names() if name.endswith((".v_proj.weight", ".kv_b_proj.weight"))), None)
     if values is None:
         raise InputError(f"{path} has no tensor v_proj.weight")
-    if is_quantized(source):
+    if source.floats or any(map(source.form, source.names())):  # whose floats are of no dtype
         return checkpoint.DTYPES[name or "bfloat16"]
     return checkpoint.chosen_dtype(name, source, values)
-
-
-def is_quantized(source):
-    """Return whether some matrices are quantized in a Source, and known as such."""
-    return bool(source.floats) or any(map(source.form, source.names()))
 
 
 def open_tokenizer(path, config):

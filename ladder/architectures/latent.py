@@ -258,7 +258,7 @@ class LatentWeights(Renamed):
     """
 
     def __init__(self, source, settings, interleaved):
-        super().__init__(source, {name: [name] for name in source.names()})
+        super().__init__(source)
         self.settings = settings
         self.interleaved = interleaved
 

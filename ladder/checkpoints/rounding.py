@@ -16,9 +16,8 @@ BLOCK = 64  # columns whose errors are carried one by one within the block, and 
 
 def to_int8(w):
     """Return integers (N, K) int8 and scales (N, 1) bfloat16 for w (N, K) float32; zero stays zero."""
-    scales = (w.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
-    q = (w / _nonzero(scales.float())).round().clamp(-127, 127)
-    return q.to(torch.int8), scales
+    q, scales, _ = to_int8_in_groups(w, w.shape[1], torch.bfloat16)
+    return q, scales
 
 
 def to_int8_in_groups(w, group_size, dtype=torch.float16):

@@ -326,7 +326,7 @@ class GGUFWeights(Renamed):
     """The tensors of a file in the order of rows, and with the norms, that Hugging Face has."""
 
     def __init__(self, source, architecture, head_dim):
-        super().__init__(source, {name: [name] for name in source.names()})
+        super().__init__(source)
         self.architecture = architecture
         self.head_dim = head_dim
 

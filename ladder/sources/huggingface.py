@@ -17,11 +17,11 @@ from ladder.checkpoints.compare import TOKENIZER_FILES
 from ladder.errors import InputError, first_line
 from ladder.layers.attention_inputs import unpaired
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
-from ladder.sources import Source, Tensors
 from ladder.sources.config_values import check_values, with_hf_keys
 from ladder.sources.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED, find_family
-from ladder.sources.matrices import Renamed, are_equal, multiply
+from ladder.sources.matrices import Renamed, Tensors, are_equal, multiply
 from ladder.sources.quantized_formats import dequantizing
+from ladder.sources.source import Source
 from ladder.wiring_text import wiring_name
 
 HF_NAMES = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of three tensors

@@ -8,7 +8,7 @@ import torch
 from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
-from ladder.sources import Source
+from ladder.sources.source import Source
 
 
 def open_llama2c(path, with_tokenizer=True):

@@ -1,4 +1,4 @@
-"""What a matrix of a source is, and how it becomes another form.
+"""What a matrix of a source is, how it becomes another form, and how tensors are read by names.
 
 Floats are a plain tensor (N, K). Integers and Fp8 are what our checkpoints store, but for the last rounding: here
 scales are float32, and integers of 4 bits are not packed. The matrices of experts have a dimension E in front.
@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from ladder.kernels.quant_linear import dequantize
-from ladder.sources import Tensors
 
 
 class Form(NamedTuple):
@@ -78,13 +77,28 @@ def by_rows(function, *matrices):
     return kind(*(function(*tensors) for tensors in zip(*matrices, strict=True)))
 
 
+class Tensors:
+    """Tensors with names, which are read one at a time."""
+
+    floats = {}  # {a quantized format: how many matrices become floats in any case}
+
+    def names(self):
+        """Return the list of names."""
+
+    def read(self, name):
+        """Return a tensor or, of a matrix that can stay quantized, Integers or Fp8. Raises InputError."""
+
+    def form(self, name):
+        """Return the Form in which a matrix can stay quantized, without reading it, or None."""
+
+
 class Renamed(Tensors):
     """The tensors of a source under other names: a subclass says which, and how rows change on the way."""
 
-    def __init__(self, source, places):
-        """places: {name: [the source's names]}; several of these make one tensor."""
+    def __init__(self, source, places=None):
+        """places: {name: [the source's names]}, of which several make one tensor; by default names stay."""
         self.source = source
-        self.places = places
+        self.places = places or {name: [name] for name in source.names()}
         self.floats = source.floats
 
     def names(self):

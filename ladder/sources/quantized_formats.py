@@ -19,8 +19,7 @@ from ladder.checkpoints.checkpoint import dtype_name
 from ladder.errors import InputError, first_line
 from ladder.kernels.quant_linear import unpack
 from ladder.ranks.ending import out_of_memory
-from ladder.sources import Tensors
-from ladder.sources.matrices import E4M3, Form, Fp8, Integers, in_groups
+from ladder.sources.matrices import E4M3, Form, Fp8, Integers, Tensors, in_groups
 
 MATRICES = {  # last parts of names, of what may stay integers: nothing that chooses experts, no linear attention
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2",
@@ -67,18 +66,11 @@ BITSANDBYTES = (
 class Stored:
     """A quantized matrix as a source stores it.
 
-    kind: its format. form: what it can stay, a Form, or None. floats() returns W; quantized() returns the Integers or
-    Fp8 of that form.
+    A subclass has `kind`, the name of its format, and floats(), which returns W. If it has a form, it has quantized(),
+    which returns the Integers or Fp8 of that form.
     """
 
-    kind = ""
     form = None
-
-    def floats(self):
-        raise NotImplementedError
-
-    def quantized(self):
-        raise NotImplementedError
 
 
 def integer_form(bits, K, G):
@@ -256,7 +248,7 @@ class Affine(Stored):
 
 
 class Pointed(Affine):
-    """W = scales (q - points). A subclass has stored_scales() and points() (N, G), and stored_q() (N, K) uint8."""
+    """W = scales (q - points). A subclass has points() (N, G) and stored_q() (N, K) uint8."""
 
     def __init__(self, settings, bits, K, symmetric, order=None):
         """symmetric: whether the settings say that all points are in the middle. order: the part that is `index`."""
@@ -277,6 +269,10 @@ class Pointed(Affine):
             self.index = index.long()
         else:
             self.form = integer_form(bits, K, G)
+
+    def stored_scales(self):
+        """Return the scales (N, G) as the source has them."""
+        return self.parts["scales"]().mT
 
     def scales(self):
         return float_scales(self.stored_scales())
@@ -310,9 +306,6 @@ class Awq(Pointed):
         """Return integers (N, ...) of words (..., N / 8)."""
         return words(self.parts[part]()).unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2).mT
 
-    def stored_scales(self):
-        return self.parts["scales"]().mT
-
     def stored_q(self):
         return self.rows("qweight")
 
@@ -334,9 +327,6 @@ class Gptq(Pointed):
         bits = 32 * self.parts["qzeros"]().shape[-1] // self.parts["scales"]().shape[-1]
         K = len(self.parts["qweight"]()) * 32 // (bits or 1)
         super().__init__(settings, bits, K, labels(settings, "sym") == {True}, "g_idx")
-
-    def stored_scales(self):
-        return self.parts["scales"]().mT
 
     def stored_q(self):
         return words(self.parts["qweight"]().mT, self.bits)
