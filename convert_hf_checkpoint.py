@@ -5,8 +5,8 @@ python convert_hf_checkpoint.py SmolLM2-135M-Instruct.Q4_1.gguf --out checkpoint
 python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out checkpoints/stories260K
 """
 
+import contextlib
 import dataclasses
-import functools
 import math
 import os
 import re
@@ -19,78 +19,40 @@ import ladder.openmp  # noqa: F401 (before torch loads)
 import torch
 
 import tp
-from ladder import outputs
+from ladder import config_check, outputs
 from ladder.checkpoints import checkpoint, rounding, writing
-from ladder.checkpoints.checkpoint import dtype_name, read_json
+from ladder.checkpoints.checkpoint import dtype_name
 from ladder.checkpoints.compare import TOKENIZER_FILES
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
-from ladder.kernels.quant_linear import dequantize, eight_bits, nearest
+from ladder.kernels.quant_linear import dequantize, eight_bits, nearest, pack_pairs
 from ladder.ranks import launch
 from ladder.ranks.ending import out_of_memory
-from ladder.sources.huggingface import LlamaWeights, config_from_hf, group, hf_names
-from ladder.sources.llama2c import Llama2cWeights
-from ladder.sources.quantized_formats import FORM, QuantizedWeights, dequantizing
+from ladder.sources.huggingface import group, hf_names
+from ladder.sources.matrices import E4M3, Form, Fp8, by_rows, in_groups, to_floats
+from ladder.sources.source import SOURCES, open_path
 from ladder.text.tokenizer import load_tokenizer
 from model import build
 
-QUANTIZED = (  # what integers and fp8 are of
-    "tok_embeddings", "wqkv", "wqkvz", "wq", "wq_a", "wq_b", "wkv_a", "wgate", "wo", "wout", "w1", "w3", "w2", "output",
-)  # fmt: skip
-
 
 def open_source(source, revision=None, with_tokenizer=True):
-    """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id, a GGUF or a llama2.c file.
-
-    It prints what is ignored or left out. Raises InputError.
-    """
+    """Return the Source of a folder, a hub id or a file. Raises InputError; prints what is ignored or left out."""
     path = Path(source)
-    if os.path.isfile(path):
-        if not os.path.getsize(path):
-            raise InputError(f"{source} is empty: copy it again")
-        with open(path, "rb") as file:
-            is_gguf = file.read(4) == b"GGUF" or path.suffix == ".gguf"
-        if is_gguf:
-            from ladder.sources.gguf_file import open_gguf
-
-            tensors = open_gguf(path, with_tokenizer)
-            folder = Path(tensors.folder.name)
-            try:
-                return open_folder(folder, tensors)
-            except InputError as e:  # names the file, not what was made of it
-                raise InputError(str(e).replace(str(folder / "config.json"), source)) from None
+    if os.path.isfile(path) and not os.path.getsize(path):
+        raise InputError(f"{source} is empty: copy it again")
     local = os.path.exists(path) or os.path.isdir(source.partition("/")[0]) or path.suffix in (".gguf", ".bin")
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
-    if not os.path.isfile(path) and not os.path.isdir(path):
-        raise InputError(f"{source}: no such file or folder, and no hub id such as meta-llama/Llama-3.2-1B")
-    if not os.path.isfile(path / "config.json") and (hint := checkpoint.explain(path)):
+    if os.path.isdir(path) and not os.path.isfile(path / "config.json") and (hint := checkpoint.explain(path)):
         files = sorted(path.glob("*.gguf"))
         hint = f": give the file itself: {files[0]}" if "is in GGUF" in hint else hint
         raise InputError(f"{source} cannot be converted{hint}")
-    if os.path.isfile(path):
-        weights = Llama2cWeights(path)
-        return weights, weights.config, None
-    return open_folder(path)
-
-
-def open_folder(path, tensors=None):
-    """Return what open_source does, of a Hugging Face folder. tensors: to be read instead of those in the folder."""
-    config = config_from_hf(path / "config.json")
-    tensors = dequantizing(tensors or checkpoint.Weights(path), read_json(path / "config.json"), path)
-    weights = LlamaWeights(tensors, path / "config.json", config)
-    weights.quantized = tensors if isinstance(tensors, QuantizedWeights) else None
-    for file in filter(os.path.isfile, (path / name for name in TOKENIZER_FILES)):
-        checkpoint.refuse_pointer(file)
-    if weights.ignored:
-        print(f"ignored in config.json, since transformers does not read it: {', '.join(weights.ignored)}")
-    if weights.config != config:
-        print("tie_word_embeddings is true, but lm_head.weight is a tensor of its own: it is used, as in transformers")
-    if config.max_seq_len > weights.own_context:
-        print(f"the context is {config.max_seq_len:,} tokens: scaling extends config.json's {weights.own_context:,}")
-    for tower, n in weights.skipped.items():
-        print(f"left out: {n} tensors of {tower}, since only text is computed here")
-    return weights, weights.config, path
+    opened = open_path(path, with_tokenizer)
+    if opened is None:
+        raise InputError(f"{source}: no such file or folder, and no hub id such as meta-llama/Llama-3.2-1B")
+    for note in opened.notes:
+        print(note)
+    return opened
 
 
 def download(repository, revision=None):
@@ -105,127 +67,182 @@ def download(repository, revision=None):
         raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None
 
 
-def keep_quantized(config, available, quant):
-    """Return the config with those kinds of matrices, such as w2, quantized that the source has so in every layer.
+# ---- The plan: what each tensor is made of, and in what form ---------------------------------------------------------
 
-    available: the source's names, quant: what they can stay, as QuantizedWeights has both. Where matrices have several
-    forms, the config lists those with 8 bits, by their kind if all of it are alike.
-    """
-    named = (name.rpartition(".") for name in available)
-    integers = {stem: tuple(map(int, form.groups())) for stem, _, part in named if (form := FORM.fullmatch(part))}
-    kinds = {}  # {kind: {path of a matrix: (bits, columns of a group), or None if it is floats}}
+
+def forms_of(source, config):
+    """Return {kind of a matrix, such as w2: {its path in our model: its Form in the source, or None: floats}}."""
+    kinds, may_be_quantized = {}, config_check.quantizable(config)
     for name in writing.shapes(config):
         path, _, tensor = name.rpartition(".")
         kind = path.rpartition(".")[2]
-        if tensor == "weight" and kind in QUANTIZED:
-            stems = [name.removesuffix(".weight") for name in hf_names(name, config)]
-            forms = [integers.get(stem) for stem in stems]
-            form = None
-            if quant == "fp8" and available.issuperset(f"{stem}.scales" for stem in stems):
-                form = 8, None
-            elif None not in forms:  # those of queries, keys and values become one
-                form = max(bits for bits, _ in forms), math.gcd(*(columns for _, columns in forms))
+        if tensor == "weight" and kind in may_be_quantized:
+            forms = [source.form(each) for each in hf_names(name, config)]  # those of queries, keys and values join
+            form = forms[0]
+            if None in forms:
+                form = None
+            elif form != E4M3:
+                form = Form(max(each.bits for each in forms), math.gcd(*(each.columns for each in forms)))
             kinds.setdefault(kind, {})[path] = form
+    return kinds
+
+
+def keep_quantized(config, source):
+    """Return the config with those kinds of matrices, such as w2, quantized that the source has so in every layer.
+
+    Where matrices have several forms, the config lists those with 8 bits, by their kind if all of it are alike.
+    """
+    kinds = forms_of(source, config)
     floats = tuple(kind for kind, forms in kinds.items() if None in forms.values())
     kinds = {kind: forms for kind, forms in kinds.items() if kind not in floats}
-    if not kinds:
-        return config
     forms = [form for paths in kinds.values() for form in paths.values()]
-    in_four = [columns for bits, columns in forms if bits == 4]
-    if quant == "fp8":
+    if not forms:
+        return config
+    if E4M3 in forms:
         return dataclasses.replace(config, quant="fp8", not_quantized=floats)
-    usual = (4, math.gcd(*in_four)) if in_four else Counter(forms).most_common(1)[0][0]
+    in_four = [form.columns for form in forms if form.bits == 4]
+    usual = Form(4, math.gcd(*in_four)) if in_four else Counter(forms).most_common(1)[0][0]
     listed = []
     for kind, paths in kinds.items():
-        others = {path: form for path, form in paths.items() if form[0] == 8 and form != usual}
+        others = {path: form for path, form in paths.items() if form.bits == 8 and form != usual}
         if len(others) == len(paths) and len({*others.values()}) == 1:
             others = {kind: next(iter(others.values()))}
-        listed += [f"{name}:{columns}" for name, (_, columns) in others.items()]
+        listed += [f"{name}:{form.columns}" for name, form in others.items()]
     return dataclasses.replace(
-        config, quant=f"int{usual[0]}", group_size=usual[1], not_quantized=floats, int8=tuple(listed)
+        config, quant=f"int{usual.bits}", group_size=usual.columns, not_quantized=floats, int8=tuple(listed)
     )
 
 
-def convert(source, config, folder, dtype, shard_bytes):
-    """Write our config.json and safetensors from a source's tensors, with one file in memory at a time.
+def plan(source, config, parameters):
+    """Return {our name: the names of the source's tensors that make it}, without scales and zeros.
 
-    Returns the kinds of matrices that are quantized in the source and became floats, and [(squares of what rounding
-    changed, squares of all)] of the matrices that became e4m3 here. Raises InputError for tensors that are missing, of
-    another shape than the config says, not finite, or not part of the model.
+    parameters: the names of ours. Raises InputError for tensors that are missing, or that are no part of the model.
     """
-    available = {name for name in source.names() if not FORM.fullmatch(name.rpartition(".")[2])}
-    parameters = dict(build(config).named_parameters())
-    shapes, dequantized, squares = {name: tuple(w.shape) for name, w in parameters.items()}, [], []
-    scales = {name for name in shapes if name.endswith((".scales", ".zeros"))}
-    dtypes = {n: w.dtype if n in scales or w.itemsize == 1 else dtype for n, w in parameters.items()}
-    dtypes |= {name: torch.float32 for name in dtypes if config.stays_float32(name)}
-
-    @functools.lru_cache(1)  # the scales and zeros of a matrix are read one after another
-    def scales_dtype(stem):
-        return nearest(*(source.read(n) for part in ("scales", "zeros") for n in sources[f"{stem}.{part}"]))
-
-    def floats(name):
-        tensor, stem = source.read(name), name.removesuffix(".weight")
-        if f"{stem}.scales" not in available or tensor.itemsize > 1:
-            return tensor
-        zeros = source.read(f"{stem}.zeros") if f"{stem}.zeros" in available else None
-        return dequantize(tensor, source.read(f"{stem}.scales"), zeros)
-
-    sources, head = {name: hf_names(name, config) for name in shapes}, hf_names("output.weight", config)
+    available = {*source.names()}
+    sources = {name: hf_names(name, config) for name in parameters if not name.endswith((".scales", ".zeros"))}
     if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
-        sources["tok_embeddings.weight"] = head  # under whose name some folders have the tied tensor
-    needed = {n for names in sources.values() for n in names}
-    for name, names in sources.items():
-        parts = {n.removesuffix("weight") + part for n in names for part in ("scales", "zeros")} & available - needed
-        if parts:
-            dequantized.append(name.split(".")[-2])
-            needed |= parts
+        # under whose name some folders have the tied tensor
+        sources["tok_embeddings.weight"] = hf_names("output.weight", config)
+    needed = {each for names in sources.values() for each in names}
     if missing := sorted(needed - available):
         raise InputError(f"the source has no tensor {missing[0]}")
-    heads = [f"lm_head.{part}" for part in ("weight", "scales", "zeros")]
-    unused = ["rotary_emb.inv_freq", *(heads if config.tie_embeddings else [])]
+    unused = ["rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else [])]
     if "ffn_norm" not in config.named_wiring.norms:  # a parallel block has one norm, attention_norm
         unused += ["post_attention_layernorm.weight", "post_attention_layernorm.bias"]
     extra = sorted(name for name in available - needed if not name.endswith(tuple(unused)))
     extra = [name for name in extra if not name.endswith(".bias") or source.read(name).any()]  # AutoGPTQ adds zeros
     if extra:
         raise InputError(f"the source has a tensor {extra[0]} that is no part of such a model")
-
-    def read(name):
-        names, stem = ", ".join(sources[name]), name.rpartition(".")[0]
-        try:
-            tensors = [source.read(n) for n in sources[name]]
-            if f"{stem}.scales" not in shapes or len({tensor.dtype for tensor in tensors}) > 1:
-                tensors = [floats(n) for n in sources[name]]
-            elif name in scales:  # of larger groups, which become several
-                tensors = [tensor.repeat_interleave(shapes[name][-1] // tensor.shape[-1], -1) for tensor in tensors]
-            tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
-            tensor = rounding.pack(tensor) if dtypes[name] == torch.uint8 else tensor
-        except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
-            if out_of_memory(e):
-                raise
-            raise InputError(f"{names}: {first_line(e)}; the config makes it {shapes[name]}") from None
-        if tensor.shape != shapes[name]:
-            raise InputError(f"{names}: shape {tuple(tensor.shape)} does not make the {shapes[name]} of the config")
-        if dtypes[name] == torch.float8_e4m3fn and tensor.itemsize > 1:  # what the source has in blocks
-            check_finite(names, tensor)  # since e4m3 has no infinity
-            w, (tensor, row_scales) = tensor, rounding.to_e4m3(tensor, read(f"{stem}.scales"))
-            error = dequantize(tensor, row_scales.float()) - w
-            squares.append((error.square().sum().item(), w.square().sum().item()))
-        is_of_groups = name in scales and f"{stem}.zeros" in scales
-        tensor = tensor.to(scales_dtype(stem) if is_of_groups else dtypes[name])
-        check_finite(names, tensor)
-        return tensor
-
-    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
-    writing.write_weights(folder, sizes, read, shard_bytes)
-    writing.write_config(folder, config)
-    return list(dict.fromkeys(dequantized)), squares
+    return sources
 
 
-def check_finite(names, tensor):
+# ---- Reading and writing ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def torch_errors(names, shape):
+    """Turn errors about tensors that torch cannot split, stack or reshape into an InputError."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as e:
+        if out_of_memory(e):
+            raise
+        raise InputError(f"{', '.join(names)}: {first_line(e)}; the config makes it {tuple(shape)}") from None
+
+
+class Reader:
+    """Reads the tensors of our model from a Source's: floats of a dtype, and the integers and e4m3 of the config.
+
+    dequantized: the kinds of matrices that are quantized in the source and become floats. squares: [(squares of what
+    rounding changed, squares of all)] of the matrices that became e4m3 here.
+    """
+
+    def __init__(self, source, config, dtype):
+        self.source = source
+        self.config = config
+        self.dtype = dtype
+        self.parameters = dict(build(config).named_parameters())
+        self.names = plan(source, config, self.parameters)
+        floats = [name for name in self.names if name.removesuffix("weight") + "scales" not in self.parameters]
+        kinds = [name.split(".")[-2] for name in floats if any(map(source.form, self.names[name]))]
+        self.dequantized = list(dict.fromkeys(kinds))
+        self.squares = []
+        self.last, self.parts = None, {}  # a path and its parts, which are read one after another
+
+    def stored_dtype(self, name):
+        """Return the dtype of a tensor, but for the scales of groups: these are float16 or bfloat16."""
+        parameter = self.parameters[name]
+        if name.endswith((".scales", ".zeros")) or parameter.itemsize == 1:
+            return parameter.dtype
+        return torch.float32 if self.config.stays_float32(name) else self.dtype
+
+    def size(self, name):
+        """Return the bytes of a tensor."""
+        return self.parameters[name].numel() * self.stored_dtype(name).itemsize
+
+    def read(self, name):
+        """Return a tensor. Raises InputError for another shape than the config's, and for NaN or infinity."""
+        path, _, part = name.rpartition(".")
+        if part == "bias" or f"{path}.scales" not in self.parameters:
+            return self.read_floats(name)
+        if path != self.last:
+            self.last, self.parts = path, self.read_quantized(path)
+        return self.parts[part]
+
+    def join(self, *tensors):
+        return group(*tensors, self.config) if len(tensors) == 3 else tensors[0]
+
+    def read_floats(self, name):
+        names, shape = self.names[name], self.parameters[name].shape
+        with torch_errors(names, shape):
+            tensor = self.join(*(to_floats(self.source.read(each)) for each in names))
+        return checked(names, tensor, shape, self.stored_dtype(name))
+
+    def read_quantized(self, path):
+        """Return {"weight", "scales" and perhaps "zeros": the tensor} of a matrix."""
+        own = {part: self.parameters.get(f"{path}.{part}") for part in ("weight", "scales", "zeros")}
+        weights = self.names[f"{path}.weight"]
+        names = {part: [name.removesuffix("weight") + part for name in weights] for part in own}
+        with torch_errors(weights, own["weight"].shape):
+            matrices = [self.source.read(each) for each in weights]
+            dtype = own["scales"].dtype
+            if own["zeros"] is not None:
+                dtype = nearest(*(matrix.scales for matrix in matrices), *(matrix.zeros for matrix in matrices))
+                matrices = [in_groups(matrix, own["scales"].shape[-1]) for matrix in matrices]
+            matrix = by_rows(self.join, *matrices)
+            weight = pack_pairs(matrix.weight) if own["weight"].dtype == torch.uint8 else matrix.weight
+        result = {"weight": checked(weights, weight, own["weight"].shape)}
+        for part in matrix._fields[1:]:
+            result[part] = checked(names[part], getattr(matrix, part), own[part].shape, dtype)
+        if isinstance(matrix, Fp8) and weight.itemsize > 1:  # what the source has in blocks
+            result["weight"], scales = rounding.to_e4m3(weight, result["scales"])
+            error = dequantize(result["weight"], scales.float()) - weight
+            self.squares.append((error.square().sum().item(), weight.square().sum().item()))
+        return result
+
+
+def checked(names, tensor, shape, dtype=None):
+    """Return a tensor in the dtype. Raises InputError, which names the source's tensors."""
+    names = ", ".join(names)
+    if tensor.shape != shape:
+        raise InputError(f"{names}: shape {tuple(tensor.shape)} does not make the {tuple(shape)} of the config")
+    tensor = tensor.to(dtype or tensor.dtype)
     if not checkpoint.all_finite(tensor):
         raise InputError(f"{names}: NaN or infinite values in {dtype_name(tensor.dtype)}")
+    return tensor
+
+
+def convert(source, config, folder, dtype, shard_bytes):
+    """Write our config.json and safetensors from a Source, with one file in memory at a time; return the Reader.
+
+    Raises InputError for tensors that are missing, of another shape than the config says, not finite, or not part of
+    the model.
+    """
+    reader = Reader(source, config, dtype)
+    sizes = {name: reader.size(name) for name in reader.parameters}
+    writing.write_weights(folder, sizes, reader.read, shard_bytes)
+    writing.write_config(folder, config)
+    return reader
 
 
 def check_lanes(config):
@@ -236,10 +253,49 @@ def check_lanes(config):
     tp.shard_plan(config, 0, config.named_wiring.shards())
 
 
+def choose_dtype(name, source, path):
+    """Return the dtype of floats, by --dtype or the source's values. Raises InputError. path: the source's."""
+    values = next((name for name in source.names() if name.endswith((".v_proj.weight", ".kv_b_proj.weight"))), None)
+    if values is None:
+        raise InputError(f"{path} has no tensor v_proj.weight")
+    if source.floats or any(map(source.form, source.names())):  # whose floats are of no dtype
+        return checkpoint.DTYPES[name or "bfloat16"]
+    return checkpoint.chosen_dtype(name, source, values)
+
+
+def open_tokenizer(path, config):
+    """Return (the tokenizer of a file or folder, or None, and the config with the tokens that end a text in it)."""
+    tokenizer = load_tokenizer(path, config.vocab_size) if path else None
+    if tokenizer is None:
+        return None, config
+    if tokenizer.left_out:
+        print(f"left out: the tokens {', '.join(tokenizer.left_out)}, for which the embedding has no rows")
+    from ladder.text.rendering import turn_end  # late: it imports jinja2
+
+    # several ids were chosen for this model's turns, of which one may have more messages than one
+    named = tokenizer.end_tokens | (turn_end(tokenizer) if len(config.eos_ids) < 2 else {})
+    if more := {name: i for name, i in named.items() if i not in config.eos_ids}:
+        print(f"a text also ends at {', '.join(more)}, which the tokenizer has and config.json does not name")
+        config = dataclasses.replace(config, eos_ids=(*config.eos_ids, *more.values()))
+    return tokenizer, config
+
+
+def report(source, reader):
+    """Print what became floats, and what rounding e4m3 anew changed."""
+    if reader.dequantized or source.floats:
+        names = [f"{count} of {name}" for name, count in source.floats.items()]
+        names += [f"all of {name}" for name in reader.dequantized]
+        print(f"dequantized to {dtype_name(reader.dtype)}: {', '.join(names)}")
+    if reader.squares:
+        errors, sizes = map(sum, zip(*reader.squares, strict=True))
+        what = f"{len(reader.squares)} matrices of e4m3 in blocks"
+        change = math.sqrt(errors / (sizes or 1))
+        print(f"{what} got a scale for each row, which changed them by {change:.1%} (root mean square)")
+
+
 def main(argv=None):
     p = flags.Parser(__doc__)
-    formats = "a Hugging Face folder, a hub id, a .gguf file, or a llama2.c .bin file"
-    p.add_argument("source", metavar="SOURCE", help=formats)
+    p.add_argument("source", metavar="SOURCE", help=f"{', '.join(SOURCES)}, or a hub id")
     p.add_argument("--to-float", action="store_true", help="dequantize what could stay integers or fp8, to retrain it")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
@@ -248,51 +304,25 @@ def main(argv=None):
     args = p.parse_args(argv)
     outputs.check_absent_first(args.out)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
-        what = (
-            "a folder: give a file in it, such as tokenizer.model" if os.path.isdir(args.tokenizer) else "no such file"
-        )
+        is_folder = os.path.isdir(args.tokenizer)
+        what = "a folder: give a file in it, such as tokenizer.model" if is_folder else "no such file"
         raise InputError(f"--tokenizer {args.tokenizer}: {what}")
-    weights, own, folder = open_source(args.source, args.revision, with_tokenizer=not args.tokenizer)
-    quantized = getattr(weights, "quantized", None)
-    if quantized and quantized.quant and not args.to_float:
-        own = keep_quantized(own, set(weights.names()), quantized.quant)
+    source = open_source(args.source, args.revision, with_tokenizer=not args.tokenizer)
+    own = source.config if args.to_float else keep_quantized(source.config, source)
     config = flags.with_wiring(own, args)
     check_lanes(config)
     flags.warn_of_wiring(own, config, (1,))
-    values = next((name for name in weights.names() if name.endswith((".v_proj.weight", ".kv_b_proj.weight"))), None)
-    if values is None:
-        raise InputError(f"{args.source} has no tensor v_proj.weight")
-    is_quantized = quantized and (quantized.quant or quantized.floats)
-    if is_quantized:
-        dtype = checkpoint.DTYPES[args.dtype or "bfloat16"]
-    else:  # read from the values, since LlamaWeights returns them in the source's own dtype
-        dtype = checkpoint.chosen_dtype(args.dtype, weights, values)
-    source = args.tokenizer or folder
-    tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refuses a bad one before the work
-    if tokenizer and tokenizer.left_out:
-        print(f"left out: the tokens {', '.join(tokenizer.left_out)}, for which the embedding has no rows")
-    if tokenizer:
-        from ladder.text.rendering import turn_end  # late: it imports jinja2
-
-        # several ids were chosen for this model's turns, of which one may have more messages than one
-        named = tokenizer.end_tokens | (turn_end(tokenizer) if len(config.eos_ids) < 2 else {})
-        if more := {name: i for name, i in named.items() if i not in config.eos_ids}:
-            print(f"a text also ends at {', '.join(more)}, which the tokenizer has and config.json does not name")
-            config = dataclasses.replace(config, eos_ids=(*config.eos_ids, *more.values()))
+    dtype = choose_dtype(args.dtype, source, args.source)
+    # which refuses a bad tokenizer before the work
+    tokenizer, config = open_tokenizer(args.tokenizer or source.tokenizer_folder, config)
     with outputs.new_folder(args.out) as out:
         if args.tokenizer:
             name = "tokenizer.json" if args.tokenizer.endswith(".json") else "tokenizer.model"
             shutil.copyfile(args.tokenizer, out / name)
-        elif folder is not None:
-            writing.copy_tokenizer(folder, out)
-        dequantized, squares = convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
-    if is_quantized and (dequantized or quantized.floats):
-        names = [f"{count} of {name}" for name, count in quantized.floats.items()]
-        print(f"dequantized to {dtype_name(dtype)}: {', '.join(names + [f'all of {name}' for name in dequantized])}")
-    if squares:
-        change = math.sqrt(sum(error for error, _ in squares) / (sum(size for _, size in squares) or 1))
-        what = f"{len(squares)} matrices of e4m3 in blocks"
-        print(f"{what} got a scale for each row, which changed them by {change:.1%} (root mean square)")
+        elif source.tokenizer_folder is not None:
+            writing.copy_tokenizer(source.tokenizer_folder, out)
+        reader = convert(source, config, out, dtype, int(args.shard_gb * 1e9))
+    report(source, reader)
     form = f", {config.quant}" if config.quant else ""
     form += f" in groups of {config.group_size}" if config.group_size else ""
     others = dict.fromkeys(name.rpartition(".")[2] for name in eight_bits(config))

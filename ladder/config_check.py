@@ -35,6 +35,15 @@ def check(c):
     c.named_wiring.check(c)
 
 
+def quantizable(c):
+    """Return {kind of a matrix that may be quantized, such as w2: {how many columns it has}}."""
+    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
+    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {c.intermediate_size}}
+    for each in c.architecture:
+        columns = each.columns(c, columns)
+    return columns
+
+
 def check_quantization(c):
     if c.quant not in (None, "int8", "int4", "fp8"):
         raise InputError(f"unknown quantization {c.quant!r}; known: int8, int4, fp8")
@@ -43,10 +52,7 @@ def check_quantization(c):
     sizes = {"int4": (32, 64, 128), "int8": (None, *GROUPS_OF_8_BITS)}.get(c.quant, (None,))
     if c.group_size not in sizes:
         raise InputError(f"group size {c.group_size} is none of {', '.join(str(size) for size in sizes if size)}")
-    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
-    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {c.intermediate_size}}
-    for each in c.architecture:
-        columns = each.columns(c, columns)
+    columns = quantizable(c)
     if c.int8 and c.quant not in ("int4", "int8"):
         raise InputError("int8 names matrices of a model whose quant is int4 or int8")
     for entry in c.int8:  # see quant_linear.eight_bits

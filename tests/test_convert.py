@@ -239,7 +239,7 @@ def test_multipliers_are_rounded_once(tmp_path):
         assert (ours - exact.to(ours.dtype)).abs().max() <= tolerance
 
 
-OWN_CODE = {"llamaLadder", "ladder_residual", "instella_moe"}
+OWN_CODE = {"llamaLadder", "ladder_residual", "instella_moe", "laneformer"}
 
 
 NO_DEFAULT = {  # in some families

@@ -12,8 +12,8 @@ import torch
 from test_quantized_files import int32
 
 from ladder.errors import InputError
-from ladder.kernels.quant_linear import dequantize
-from ladder.sources.quantized_formats import FORM, METHODS, dequantizing
+from ladder.sources.matrices import Fp8, Integers, to_floats
+from ladder.sources.quantized_formats import METHODS, dequantizing
 
 N, K, GROUP = 16, 192, 64
 NAME = "model.layers.0.mlp.up_proj"
@@ -35,17 +35,12 @@ class Source:
 def product(tensors, settings):
     """Return the matrix as the converter has it, in float64. Raises InputError."""
     source = dequantizing(Source(tensors), {"quantization_config": settings}, "config.json")
-    names = [name for name in source.names() if not FORM.fullmatch(name.rpartition(".")[2])]
-    if extra := [name for name in names if name.rpartition(".")[2] not in ("weight", "scales", "zeros")]:
+    if extra := [name for name in source.names() if not name.endswith(".weight")]:
         raise InputError(f"{extra[0]} is no part of such a model")  # as the converter says
     w = source.read(f"{NAME}.weight")
-    if source.quant == "integers":
-        scales, zeros = (source.read(f"{NAME}.{part}") for part in ("scales", "zeros"))
-        if w.shape != (N, K) or len(scales) != N:
-            raise InputError("another shape than the config's")  # as the converter says, too
-        w = dequantize(w, scales, zeros)
-    elif source.quant == "fp8" and w.itemsize == 1:
-        w = w.float() * source.read(f"{NAME}.scales")
+    if isinstance(w, Integers | Fp8) and (w.weight.shape != (N, K) or len(w.scales) != N):
+        raise InputError("another shape than the config's")  # as the converter says, too
+    w = to_floats(w)
     if w.shape != (N, K) or not w.isfinite().all():
         raise InputError("another shape than the config's, or NaN or infinite values")
     return w.double()
@@ -287,6 +282,7 @@ MATRICES = {  # name: (what makes the tensors and settings, the naive dequantize
     "pack-quantized": (a_packed, naive_packed),
     "pack-quantized, asymmetric": (lambda: a_packed(symmetric=False), naive_packed),
     "pack-quantized, 8 bits": (lambda: a_packed(8), naive_packed),
+    "pack-quantized, 8 bits, asymmetric": (lambda: a_packed(8, symmetric=False), naive_packed),
     "FP8 in rows": (rows_of_fp8, naive_scaled),
     "FP8 with one scale": (one_scale, naive_scaled),
     "FP8 in blocks": (blocks_of_fp8, naive_scaled),
@@ -298,7 +294,8 @@ MATRICES = {  # name: (what makes the tensors and settings, the naive dequantize
 }  # fmt: skip
 VARIANTS = (  # of a format whose tensors are changed by another name
     "GPTQ 2", "GPTQ whose last group is smaller", "symmetric GPTQ", "symmetric GPTQ 2 that says 1",
-    "symmetric GPTQ 1 that says 2", "symmetric GPTQ in some modules", "pack-quantized, 8 bits", "FP8 with one scale",
+    "symmetric GPTQ 1 that says 2", "symmetric GPTQ in some modules", "pack-quantized, 8 bits",
+    "pack-quantized, 8 bits, asymmetric", "FP8 with one scale",
     "FP8 in blocks here and in rows there",
 )  # fmt: skip
 VALUES = {  # {a label of a quantization_config: what it may become}
@@ -395,8 +392,9 @@ def test_scales_of_a_cache_are_left_out_and_other_names_are_not():
         source.tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
     source.tensors["model.layers.0.self_attn.x_scale"] = torch.ones(1)
     read = dequantizing(source, {"quantization_config": settings}, "config.json")
-    assert read.names() == ["model.layers.0.self_attn.x_scale", f"{NAME}.weight", f"{NAME}.scales"]
-    w = read.read(f"{NAME}.weight").double() * read.read(f"{NAME}.scales").double()
+    assert read.names() == ["model.layers.0.self_attn.x_scale", f"{NAME}.weight"]
+    w, scales = read.read(f"{NAME}.weight")
+    w = w.double() * scales.double()
     assert torch.equal(w, torch.tensor(right, dtype=torch.float64))
 
 

@@ -5,7 +5,6 @@ python -m extras.export demo --out hf/demo
 
 import contextlib
 import dataclasses
-import json
 import math
 import shutil
 from pathlib import Path
@@ -177,7 +176,7 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
         return ungroup(tensor, config)[i] if ".wqkv." in name else tensor[i] if ".experts." in name else tensor
 
     writing.write_weights(folder, sizes, read, shard_bytes)
-    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+    writing.write_json(folder / "config.json", hf)
     if "auto_map" in hf:
         for path in EXPORTED_CODE.glob("*.py"):
             shutil.copyfile(path, folder / path.name)
@@ -205,7 +204,7 @@ def write_tokenizer_json(folder, sentencepiece):
     model.post_processor = processors.TemplateProcessing(f"{pieces[bos]} $A", None, [(pieces[bos], bos)])
     model.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": pieces[bos], "eos_token": pieces[eos]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    writing.write_json(folder / "tokenizer_config.json", settings)
 
 
 def convert_tokenizer(folder, tokenizer):

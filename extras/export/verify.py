@@ -53,7 +53,8 @@ def main(argv=None):
     p.add_argument("--trust-remote-code", action="store_true", help=words)
     args = p.parse_args(argv)
     config = writing.read_original(args.checkpoint)
-    _, source_config, folder = open_source(args.source, args.revision)
+    source = open_source(args.source, args.revision)
+    source_config, folder = source.config, source.tokenizer_folder
     if folder is None:
         raise InputError(f"{args.source} is no folder that transformers reads")
     if source_config.layer_wirings != config.layer_wirings:

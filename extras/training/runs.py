@@ -107,7 +107,7 @@ def prepare(run, args):
             Windows([folder / "valid.tokens"], args.seq_len, "--valid", at_most=args.valid_tokens)
         else:
             windows(folder, args)
-        (folder / path.name).write_text(json.dumps(settings, indent=2) + "\n")
+        writing.write_json(folder / path.name, settings)
 
 
 def windows(run, args):

@@ -131,5 +131,5 @@ class Architecture:
         """
 
     def hf_weights(self, source, config, hf):
-        """Return the tensors of a source with names() and read(name) in the form of a Llama's, or in our order."""
+        """Return the Tensors (ladder/sources/matrices.py) of a source, in the form of a Llama's or in our order."""
         return source

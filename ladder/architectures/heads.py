@@ -16,7 +16,6 @@ from ladder.errors import InputError
 from ladder.kernels.registry import plain
 from ladder.layers.norms import NORMS
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT
-from ladder.sources.families import FAMILIES
 from model import Attention
 
 
@@ -249,7 +248,7 @@ def attend_capped(q, k, v, mask, score_cap):
 def window_layers(hf):
     """Return the layers with a window shorter than the context: by layer_types, else by the family's pattern."""
     n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
-    family = FAMILIES[hf["model_type"]]
+    family = hf["family"]
     if window is None or not hf.get("use_sliding_window", True):
         return ()
     if window >= hf["context"] and not family.two_bases:
@@ -276,7 +275,7 @@ def nope_layers(hf):
 
 def window_theta(hf):
     """Return rope_theta of the layers with a window, or None if all layers turn alike."""
-    if not FAMILIES[hf["model_type"]].two_bases:
+    if not hf["family"].two_bases:
         return None
     theta = hf["rope_scaling"].get("rope_theta", hf["rope_theta"])
     near = hf["near_rope"].get("rope_theta", hf.get("rope_local_base_freq") or theta)

@@ -31,6 +31,7 @@ from ladder.errors import InputError
 from ladder.kernels.registry import has_global_hooks, plain
 from ladder.layers.attention_inputs import rotate, unpaired
 from ladder.layers.norms import RMSNorm
+from ladder.sources.matrices import Renamed
 from model import Linear
 
 LATENT_EPS = 1e-6  # of the latents' norms, as in transformers, whatever rms_norm_eps says of the others
@@ -250,22 +251,18 @@ class LatentAttention(nn.Module):
         return tuple(torch.zeros(batch, 1, length, width, device=device, dtype=dtype) for width in (L + R, 0))
 
 
-class LatentWeights:
-    """The tensors of a source with names() and read(name), with rows in our order: see LatentAttention.
+class LatentWeights(Renamed):
+    """The tensors of a source with rows in our order: see LatentAttention.
 
     interleaved: rotated rows were neighbours (2i, 2i + 1), and become pairs (i, i + R/2).
     """
 
     def __init__(self, source, settings, interleaved):
-        self.source = source
+        super().__init__(source)
         self.settings = settings
         self.interleaved = interleaved
 
-    def names(self):
-        return self.source.names()
-
-    def read(self, name):
-        weight = self.source.read(name)
+    def join(self, name, weight):
         L, X, R, Y = sizes(self.settings)
         if "kv_b_proj" in name:
             return torch.cat([w.flatten(0, 1) for w in weight.unflatten(0, (-1, X + Y)).split([X, Y], 1)])

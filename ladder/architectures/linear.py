@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ladder.architectures import Architecture
 from ladder.errors import InputError
 from ladder.layers.norms import RMSNorm
+from ladder.sources.matrices import Renamed
 from model import Linear
 
 HF_TENSORS = {  # {Hugging Face's tensor: ours}; some of ours are made of two of theirs, in this order
@@ -210,30 +211,31 @@ class GatedDeltaNet(nn.Module):
         return state, torch.zeros(batch, W - 1, C, device=device, dtype=dtype)
 
 
-class LinearWeights:
-    """The tensors of a source with names() and read(name), with linear attention under our names and in our order.
+def hf_order(name):
+    """Return the place of a tensor's name in HF_TENSORS, by which those that make one of ours are sorted."""
+    tensor = name.partition("linear_attn.")[2]
+    return [*HF_TENSORS].index(tensor) if tensor in HF_TENSORS else -1
+
+
+class LinearWeights(Renamed):
+    """The tensors of a source, with linear attention under our names and in our order.
 
     Qwen3-Next's tensors are in this order already, except the convolution's. Qwen3.5 has all queries, then all keys,
     then all values, and separate tensors for gates, strengths and decays.
     """
 
     def __init__(self, source, settings):
-        self.source = source
-        self.places = {}  # {our name: [theirs]}
         self.key_heads = settings.key_heads
         keys = settings.key_heads * settings.key_dim
         self.rows = [keys, keys, settings.value_heads * settings.value_dim]
-        for name in source.names():
+        places = {}
+        for name in sorted(source.names(), key=hf_order):
             layer, linear, tensor = name.partition("linear_attn.")
             place = f"{layer}self_attn.{HF_TENSORS.get(tensor, tensor)}" if linear else name
-            self.places.setdefault(place, []).append(name)
+            places.setdefault(place, []).append(name)
+        super().__init__(source, places)
 
-    def names(self):
-        return list(self.places)
-
-    def read(self, name):
-        theirs = [n for tensor in HF_TENSORS for n in self.places[name] if n.endswith(f"linear_attn.{tensor}")]
-        first, *rest = map(self.source.read, theirs or self.places[name])
+    def join(self, name, first, *rest):
         if not rest and not name.endswith(".conv"):
             return first
         parts = first.squeeze(1).split(self.rows) if name.endswith(("wqkvz.weight", ".conv")) else [first]

@@ -15,6 +15,7 @@ import torch.nn as nn
 from ladder.architectures import Architecture
 from ladder.architectures.experts import GPU_KERNELS, Experts
 from ladder.errors import InputError
+from ladder.sources.matrices import Renamed
 from ladder.wiring_text import wiring_name
 from model import FeedForward, Linear, mlp_sublayer
 
@@ -208,15 +209,15 @@ QWEN_NAMES = {  # {a part of a tensor's name in Mixtral's and GraniteMoE's files
 DEEPSEEK_NAMES = {"mlp.shared_experts.": "mlp.shared_expert.", "mlp.gate.e_score_correction_bias": "mlp.expert_bias"}
 
 
-class ExpertWeights:
-    """The tensors of a source with names() and read(name), under Qwen's names; the experts of a layer are stacked.
+class ExpertWeights(Renamed):
+    """The tensors of a source under Qwen's names; the experts of a layer are stacked.
 
     Then mlp.experts.gate_proj and up_proj are (E, I, D), or a fused gate_up_proj (E, 2 I, D); down_proj is (E, D, I).
     Raises InputError if an expert is missing.
     """
 
     def __init__(self, source):
-        self.source, self.places = source, {}  # name: [(expert or 0, the source's name)]
+        places = {}  # {name: [(expert or 0, the source's name)]}
         for name in source.names():
             new = re.sub(r"experts\.\w+_proj$", r"\g<0>.weight", name)
             for theirs, qwen in QWEN_NAMES.items():
@@ -225,46 +226,41 @@ class ExpertWeights:
                 new = new.replace(theirs, qwen)
             one = re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+\.\w+)", new)
             place, expert = (one[1] + one[3], int(one[2])) if one else (new, 0)
-            self.places.setdefault(place, []).append((expert, name))
-        for place, parts in self.places.items():
+            places.setdefault(place, []).append((expert, name))
+        for place, parts in places.items():
             parts.sort()
             if (experts := [expert for expert, _ in parts]) != [*range(len(parts))]:
                 raise InputError(f"the source's {place} has the experts {experts}")
+        super().__init__(source, {place: [name for _, name in parts] for place, parts in places.items()})
 
-    def names(self):
-        return list(self.places)
-
-    def read(self, name):
-        names = [source_name for _, source_name in self.places[name]]
-        tensors = [self.source.read(source_name) for source_name in names]
-        return torch.stack(tensors) if re.search(r"experts\.\d", names[0]) else tensors[0]
+    def join(self, name, *tensors):
+        return torch.stack(tensors) if re.search(r"experts\.\d", self.places[name][0]) else tensors[0]
 
 
-class GptOssWeights:
-    """gpt-oss's tensors under Qwen's names, in Qwen's form, like their source with names() and read(name).
+class GptOssWeights(Renamed):
+    """gpt-oss's tensors under Qwen's names, in Qwen's form.
 
     Rows of the gate and of up, which alternate in one matrix and one bias, are taken apart. Matrices that are floats in
     the source are transposed there; those that were in MXFP4 are not, and end in ".weight".
     """
 
     def __init__(self, source):
-        self.source, self.places = source, {}  # name: (the source's name, which rows)
+        places = {}
+        self.rows = {}  # {name: which rows it has}
         for name in source.names():
             new = re.sub(r"(experts\.\w+_proj)_bias$", r"\1.bias", name).replace(".mlp.router.", ".mlp.gate.")
             new = re.sub(r"experts\.\w+_proj$", r"\g<0>.weight", new)
             parts = {"gate_proj": 0, "up_proj": 1} if ".gate_up_proj." in new else {"": None}
             for part, first in parts.items():
                 rows = slice(None) if first is None else slice(first, None, 2)
-                self.places[new.replace("gate_up_proj", part)] = name, rows
+                place = new.replace("gate_up_proj", part)
+                places[place] = [name]
+                self.rows[place] = rows
+        super().__init__(source, places)
 
-    def names(self):
-        return list(self.places)
-
-    def read(self, name):
-        source_name, rows = self.places[name]
-        tensor = self.source.read(source_name)
-        tensor = tensor.mT if source_name.endswith("_proj") else tensor
-        return tensor[:, rows] if ".experts." in name else tensor
+    def join(self, name, tensor):
+        tensor = tensor.mT if self.places[name][0].endswith("_proj") else tensor
+        return tensor[:, self.rows[name]] if ".experts." in name else tensor
 
 
 def deepseek_from_hf(hf):

@@ -20,7 +20,6 @@ from ladder.kernels.huge_pages import empty_in_huge_pages
 from ladder.layers.attention_inputs import rope_frequencies
 from ladder.progress import progress
 from ladder.ranks.ending import out_of_memory
-from ladder.sources.families import UNQUANTIZED
 from model import Config
 
 MOST_LAYERS = 1000  # more are refused before they are built
@@ -33,6 +32,7 @@ STORED_DTYPES = {  # {what a safetensors file calls a dtype: the dtype}
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
+UNQUANTIZED = "such quantized weights are not read: take the model's unquantized folder"
 LFS_POINTER = "version https://git-lfs."  # how a pointer begins, which stands for a file that is not pulled yet
 MERGE = "merge it: peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIR)"
 WRAPPERS = re.compile(r"^module\.|(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.(module\.)?")  # in names

@@ -5,7 +5,7 @@ N rows and K columns of W, G groups in a row.
 
 import torch
 
-from ladder.kernels.quant_linear import FP8_MAX
+from ladder.kernels.quant_linear import FP8_MAX, pack_pairs, round_to_fp8
 
 PIECE = 2**18  # numbers that are fitted at a time; they fit a processor's cache
 CLIPS, ITERATIONS = (1.0, 0.9, 0.8), 8  # of the fit of scales and zeros
@@ -16,9 +16,8 @@ BLOCK = 64  # columns whose errors are carried one by one within the block, and 
 
 def to_int8(w):
     """Return integers (N, K) int8 and scales (N, 1) bfloat16 for w (N, K) float32; zero stays zero."""
-    scales = (w.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
-    q = (w / _nonzero(scales.float())).round().clamp(-127, 127)
-    return q.to(torch.int8), scales
+    q, scales, _ = to_int8_in_groups(w, w.shape[1], torch.bfloat16)
+    return q, scales
 
 
 def to_int8_in_groups(w, group_size, dtype=torch.float16):
@@ -33,8 +32,7 @@ def to_int8_in_groups(w, group_size, dtype=torch.float16):
 def to_e4m3(w, scales=None):
     """Return e4m3 (N, K) and scales (N, 1) bfloat16, those given, or by which the largest of each row becomes 448."""
     scales = ((w.abs().amax(dim=1, keepdim=True) / FP8_MAX) if scales is None else scales).bfloat16()
-    q = (w / _nonzero(scales.float())).clamp(-FP8_MAX, FP8_MAX)
-    return q.to(torch.float8_e4m3fn), scales
+    return round_to_fp8(w, scales.float()), scales
 
 
 def e4m3_power_of_two(w):
@@ -76,7 +74,7 @@ def to_int4(w, group_size, dtype=torch.float16, importance=None):
             scales = scales.clamp_(min=0).to(dtype).float()
             zeros = (mean - scales * mean_q).to(dtype).float()
     q, scales, zeros, _ = best
-    return pack(q.flatten(1).to(torch.uint8)), scales.squeeze(-1).to(dtype), zeros.squeeze(-1).to(dtype)
+    return pack_pairs(q.flatten(1).to(torch.uint8)), scales.squeeze(-1).to(dtype), zeros.squeeze(-1).to(dtype)
 
 
 def _round_int4(w, scales, zeros, share):
@@ -88,12 +86,6 @@ def _round_int4(w, scales, zeros, share):
 def _nonzero(x):
     """Return x with 1 in place of 0, so that it can be a divisor."""
     return torch.where(x == 0, 1.0, x)
-
-
-def pack(q):
-    """Return bytes (..., K / 2) of integers of 4 bits (..., K): the even column is in the lower half."""
-    q = q.view(torch.uint8)
-    return q[..., ::2] | q[..., 1::2] << 4
 
 
 # ---- Errors that make up for one another: GPTQ, arXiv 2210.17323 -----------------------------------------------------
@@ -151,4 +143,4 @@ def _compensate(w, importance, order, root, group_size, dtype):
             w[k + 1 : stop].addr_(root[k, k + 1 : stop], error, alpha=-1)
             errors[k - start] = error
         w[stop:].addmm_(root[start:stop, stop:].T, errors, alpha=-1)
-    return pack(q[order.argsort()].T.contiguous()), scales, zeros
+    return pack_pairs(q[order.argsort()].T.contiguous()), scales, zeros

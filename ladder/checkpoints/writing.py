@@ -36,9 +36,12 @@ def config_values(config):
     return values
 
 
+def write_json(path, values):
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
 def write_config(folder, config):
-    values = config_values(config)
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    write_json(folder / "config.json", config_values(config))
 
 
 def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
@@ -71,7 +74,7 @@ def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
             (folder / file).chmod(mode)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def copy_tokenizer(source, folder):

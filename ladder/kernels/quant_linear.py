@@ -57,6 +57,12 @@ def unpack(weight):
     return torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)
 
 
+def pack_pairs(q):
+    """Return int4 (..., K / 2) of bytes or int8 (..., K) from 0 to 15: the inverse of unpack."""
+    q = q.view(torch.uint8)
+    return q[..., ::2] | q[..., 1::2] << 4
+
+
 class Layout(NamedTuple):
     """How a kernel stores the integers of a QuantLinear, in its parameter `packed` instead of the checkpoint's."""
 
@@ -216,7 +222,12 @@ def to_fp8(x):
     """Return e4m3 (..., K) and scales (..., 1) float32 for x (..., K): the largest of each row becomes 448."""
     x = x.float()
     scales = x.abs().amax(-1, keepdim=True) / FP8_MAX
-    return (x / scales.where(scales != 0, 1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
+    return round_to_fp8(x, scales), scales
+
+
+def round_to_fp8(x, scales):
+    """Return e4m3 (..., K), which times the scales (..., 1) are about x (..., K). A scale of 0 is of zeros."""
+    return (x / scales.where(scales != 0, 1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def multiply_fp8(x, linear):

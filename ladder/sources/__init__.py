@@ -1,1 +1,1 @@
-"""What a checkpoint is converted from: Hugging Face folders, GGUF, quantized folders, llama2.c."""
+"""What a checkpoint is converted from: source.py has the protocol and the table of forms, each of which has a file."""

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from ladder.checkpoints.checkpoint import UNQUANTIZED
+
 COMMON = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": None, "rope_theta": None, "bos_token_id": None,
     "eos_token_id": None, "tie_word_embeddings": False, "hidden_act": None, "original_max_position_embeddings": None,
@@ -22,7 +24,6 @@ HARMLESS = {  # transformers' classes have these, but a text's logits do not dep
 ONLY_VALUES = {  # the one value that is computed of a key that transformers reads in every family, unless it is listed
     "is_causal": True, "partial_rotary_factor": 1.0, "per_layer_config": None, "attention_chunk_size": None,
 }  # fmt: skip
-UNQUANTIZED = "such quantized weights are not read: take the model's unquantized folder"
 REMEDIES = {  # {a key that changes what a model computes, in transformers or in other engines: what to do about it}
     "attn_factor": "transformers does not read it: write attention_factor, attn_factor * (0.1 * ln(factor) + 1)",
     "dual_chunk_attention_config": "without it the model computes full attention, as in transformers: drop it",
@@ -48,6 +49,12 @@ class Family(NamedTuple):
     two_bases: bool = False  # whether layers with a window have another rope_theta
     scaled_context: bool = False  # whether max_position_embeddings counts the context that rope_scaling extends
     needs_layer_types: bool = False  # whether transformers' defaults contradict one another where these are absent
+    needs: tuple = ()  # keys that a config.json must have, if only with null
+    strict: bool = False  # whether unknown keys are refused, since code that is not in transformers may read them
+    translate: str = ""  # module:function (values) -> values with these keys, of a config.json that has others
+    neighbours: bool = False  # whether rotary embeddings turn neighbouring dimensions of q and k
+    wide_embeddings: bool = False  # whether the embeddings are multiplied by the root of hidden_size
+    activations: dict = {}  # {a hidden_act: the one that transformers computes instead}
 
 
 LLAMA = {**COMMON, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2}
@@ -87,17 +94,18 @@ DEEPSEEK = {  # keys that DeepSeek V3 and its relatives share, with V3's default
 LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 DEEPSEEK_V3 = {**DEEPSEEK, **LATENT, "first_k_dense_replace": 3, "rope_interleave": True}
 DEEPSEEK_ONLY = {"attention_bias": False, "moe_layer_freq": 1}
+MINISTRAL = {**COMMON, "sliding_window": 4096, "layer_types": None}
 SIGMOID, SIGMOID_ONLY = {"mixture": {"router": "sigmoid"}}, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 OLMO_NORMS = {"heads": {"qk_norm": True, "whole_qk_norm": True}, "postnorm": {"input_norms": False}}
 FAMILIES = {
     "llama": Family({**LLAMA, **BIASES, "max_position_embeddings": 2048}),
-    "llamaLadder": Family({**LLAMA, **BIASES}),
+    "llamaLadder": Family({**LLAMA, **BIASES}, needs=("ladder_layers",)),
     "ladder_residual": Family({  # what an exported folder says: a child of seed_oss
         **COMMON, **BIASES, "attention_out_bias": False, "no_rope_layers": None, "qk_norm": False,
         "parallel_blocks": False, "wiring": None, "wired_layers": None, "block": None, "stale": None,
     }, scaled_context=True),
     "mistral": Family({**LLAMA, "num_key_value_heads": 8, "sliding_window": 4096}),
-    "ministral": Family({**COMMON, "sliding_window": 4096, "layer_types": None}),
+    "ministral": Family(MINISTRAL),
     "qwen2": Family({**QWEN, **WINDOW_LAYERS}, {"qkv_bias": True}),
     "qwen3": Family({**QWEN, **WINDOW_LAYERS, "attention_bias": False}, {"heads": {"qk_norm": True}}),
     "ministral3": Family({
@@ -110,24 +118,26 @@ FAMILIES = {
     "phi3": Family({
         **COMMON, "sliding_window": None, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096,
     }),
-    "glm": Family(GLM),
-    "glm4": Family(GLM, {"postnorm": {}}),
+    "glm": Family(GLM, neighbours=True),
+    "glm4": Family(GLM, {"postnorm": {}}, neighbours=True),
     "stablelm": Family({
         **COMMON, "layer_norm_eps": None, "partial_rotary_factor": 0.25, "use_qkv_bias": False,
         "use_parallel_residual": False,
     }, {"norm": "layer"}, only={"qk_layernorm": False}),
-    "gemma": Family(GEMMA, {"norm": "rms+1"}, only=CAUSAL),
+    "gemma": Family(
+        GEMMA, {"norm": "rms+1"}, only=CAUSAL, wide_embeddings=True, activations={"gelu": "gelu_pytorch_tanh"},
+    ),
     "gemma2": Family({
         **GEMMA, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
         "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    }, {"norm": "rms+1", "postnorm": {}}, POST_NORMS, CAUSAL),
+    }, {"norm": "rms+1", "postnorm": {}}, POST_NORMS, CAUSAL, wide_embeddings=True),
     "gemma3_text": Family({
         **GEMMA, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, "rope_theta": 1e6,
         "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
         "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0,
         "final_logit_softcapping": None,
     }, {"norm": "rms+1", "heads": {"qk_norm": True}, "postnorm": {}}, POST_NORMS,
-       {**CAUSAL, "attn_logit_softcapping": None}, two_bases=True, scaled_context=True),
+       {**CAUSAL, "attn_logit_softcapping": None}, two_bases=True, scaled_context=True, wide_embeddings=True),
     "olmo2": Family(OLMO, OLMO_NORMS, POST_NORMS),
     "olmo3": Family(
         {**OLMO, "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4}, OLMO_NORMS, POST_NORMS,
@@ -157,11 +167,10 @@ FAMILIES = {
     "deepseek_v3": Family(DEEPSEEK_V3, SIGMOID, only={
         **DEEPSEEK_ONLY, **SIGMOID_ONLY, "gated_attention": False, "farskip": False,
     }, scaled_context=True),
-    # AMD's, with DeepSeek V3's model_type: known by its architectures
     "instella_moe": Family({
         **DEEPSEEK_V3, "gated_attention": True, "farskip": True, "farskip_start_idx": 0, "farskip_end_idx": 1e4,
         "attn_only_farskip": False, "mlp_only_farskip": False,
-    }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY}, scaled_context=True),
+    }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY}, scaled_context=True, strict=True),
     "glm4_moe": Family({
         **DEEPSEEK, "attention_bias": False,
         "bos_token_id": None, "eos_token_id": None, "first_k_dense_replace": 1, "max_position_embeddings": 131072,
@@ -191,4 +200,18 @@ FAMILIES = {
         "use_sliding_window": False, "sliding_window": None, "layer_types": None,
     }, needs_layer_types=True),
     "seed_oss": Family({**COMMON, **BIASES, "attention_bias": True, "attention_out_bias": False}),
+    "laneformer": Family(
+        {**MINISTRAL, "laneformer": None}, strict=True, translate="ladder.sources.laneformer:as_ministral",
+    ),
 }  # fmt: skip
+OTHER_NAMES = [  # (a model_type, the `architectures` beside it or None for any, the family that they mean)
+    ("deepseek_v3", ["InstellaMoEForCausalLM"], "instella_moe"), ("laneformer_tp", None, "laneformer"),
+]  # fmt: skip
+
+
+def find_family(values):
+    """Return the name of a config.json's family: mostly its model_type. It may be unknown, or no text."""
+    for model_type, classes, family in OTHER_NAMES:
+        if values.get("model_type") == model_type and classes in (None, values.get("architectures")):
+            return family
+    return values.get("model_type")

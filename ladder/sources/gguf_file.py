@@ -1,31 +1,28 @@
-"""Reads GGUF files, llama.cpp's: their tensors under Hugging Face's names, and a folder of the other files."""
+"""Reads GGUF files, llama.cpp's: what would be a config.json, tensors under Hugging Face's names, and the tokenizer."""
 
-import json
 import math
 import mmap
 import re
 import struct
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ladder.checkpoints.checkpoint import MOST_LAYERS, refuse_pointer
+from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
 from ladder.sources.families import FAMILIES, REQUIRED
 from ladder.sources.gguf_tokenizer import end_token_ids, write_tokenizer
-from ladder.sources.quantized_formats import Matrix, QuantizedWeights, affine, errors_of
+from ladder.sources.huggingface import LlamaWeights, read_config
+from ladder.sources.matrices import Renamed
+from ladder.sources.quantized_formats import Affine, QuantizedWeights, errors_of, integer_form
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # types of values
 STRING, ARRAY = 8, 9
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FAMILY = {  # architecture: model_type
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2",
-    "gemma3": "gemma3_text", "phi3": "phi3", "granite": "granite", "olmo2": "olmo2", "glm4": "glm4",
-}  # fmt: skip
-PAIRED = "llama", "granite"  # whose converter turned the rows of q and k, for rotary embeddings of neighbours
 KEYS = {  # config.json's, as far as a family has them: GGUF's
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
     "max_position_embeddings": "context_length", "num_attention_heads": "attention.head_count",
@@ -65,9 +62,32 @@ NEEDED = (  # that llama.cpp has no default of
     "embedding_length", "block_count", "feed_forward_length", "context_length", "attention.head_count",
     "attention.layer_norm_rms_epsilon",
 )  # fmt: skip
-QUERY_SCALED = ("gemma2", 46), ("gemma3", 62)  # architectures and layers of Gemma's 27B, whose queries differ
 FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 FREQUENCIES = "rope_freqs.weight"  # Llama 3's
+
+
+class Architecture(NamedTuple):
+    """What an architecture of GGUF is in a Hugging Face folder, and what is its own in its files."""
+
+    family: str  # its model_type
+    mixture: str | None = None  # that of a model with experts, if it is another
+    windowed: str | None = None  # that of a model with a sliding window, if it is another
+    names: dict = {}  # of modules, where NAMES has others
+    needed: tuple = ()  # a value that llama.cpp has no default of, besides NEEDED
+    window: int | None = None  # llama.cpp's default of attention.sliding_window
+    wide_queries: int | None = None  # layers of the model whose queries are scaled as if the heads shared out the width
+    paired: bool = False  # whether its converter turned the rows of q and k, for rotary embeddings of neighbours
+    shifted_norms: bool = False  # whether norms are stored as what they multiply with, not as 1 less
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", mixture="mixtral", paired=True), "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"), "qwen3moe": Architecture("qwen3_moe"),
+    "gemma2": Architecture("gemma2", names=SUM_NORMS, window=4096, wide_queries=46, shifted_norms=True),
+    "gemma3": Architecture("gemma3_text", names=SUM_NORMS, wide_queries=62, shifted_norms=True),
+    "phi3": Architecture("phi3"), "granite": Architecture("granite", needed=("logit_scale",), paired=True),
+    "olmo2": Architecture("olmo2", windowed="olmo3", names=SUM_NORMS), "glm4": Architecture("glm4"),
+}  # fmt: skip
 
 
 class File:
@@ -98,7 +118,7 @@ class File:
             if first + count > size:
                 raise InputError(f"it has {size} bytes, but {name} ends at byte {first + count}: copy it again")
             data = np.frombuffer(self.data, np.uint8, count, first) if count else np.empty(0, np.uint8)
-            self.tensors[name] = Stored(shape[::-1], kind.name, data.reshape(*shape[:0:-1], -1), width)
+            self.tensors[name] = Blocks(shape[::-1], kind.name, data.reshape(*shape[:0:-1], -1), width)
 
     def take(self, form):
         self.at, start = self.at + struct.calcsize(f"<{form}"), self.at
@@ -122,13 +142,20 @@ class File:
         return [self.text() for _ in range(count)] if kind == STRING else [*self.take(f"{count}{NUMBERS[kind]}")]
 
 
-class Stored:
-    """A tensor of a file: its shape, its type's name, its bytes (..., N, bytes of a row), of a block of columns."""
+class Blocks(Affine):
+    """A tensor of a file: its type's name, its bytes (..., N, bytes of a row), the bytes of a block of columns."""
 
     def __init__(self, shape, kind, data, width):
-        self.shape, self.kind, self.data, self.width = shape, kind, data, width
+        self.shape = shape
+        self.kind = kind
+        self.data = data
+        self.width = width
+        if kind in FORMATS and len(shape) > 1:
+            bits, group, *_ = FORMATS[kind]
+            self.form = integer_form(bits, shape[-1], shape[-1] // group)
 
     def floats(self):
+        """Return what the package gguf makes of the bytes."""
         import gguf
 
         if self.kind in FLOATS:
@@ -169,34 +196,21 @@ class Stored:
         data = self.blocks(start, start + 4)
         return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
-    def scales_of_q3_k(self):
-        """Return the 16 scales of Q3_K's blocks, from -32 to 31: lower halves in 8 bytes, two bits more in 4."""
-        low, high = self.fields(96, 104, 4, 8), self.fields(104, 108, 2, 4)
-        return (low | high << 4).to(torch.int8) - 32
+    def signed_scales(self, low, high):
+        """Return scales from -32 to 31, whose lower four bits and two upper bits are in the `fields` low and high."""
+        return (self.fields(*low) | self.fields(*high) << 4).to(torch.int8) - 32
 
-    def scales_of_iq4_xs(self):
-        """Return the 8 scales of IQ4_XS's blocks, from -32 to 31: lower halves in 4 bytes, two bits more in 2."""
-        low = self.fields(4, 8, 4, 1)
-        high = self.fields(2, 4, 2, 1)
-        return (low | high << 4).to(torch.int8) - 32
+    def q(self):
+        _, _, numbers, _, _ = FORMATS[self.kind]
+        return numbers(self).to(torch.int8).flatten(-2)
 
-    def matrix(self):
-        """Return the Matrix of a quantized tensor, of integers where its type has groups with a scale (FORMATS)."""
-        if self.kind not in FORMATS:
-            return Matrix(self.kind, self.floats)
-        bits, group, numbers, scales, zeros = FORMATS[self.kind]
+    def scales(self):
+        *_, scales, _ = FORMATS[self.kind]
+        return scales(self).flatten(-2)
 
-        def q():
-            return numbers(self).to(torch.int8).flatten(-2)
-
-        def row_scales():
-            return scales(self).flatten(-2)
-
-        def row_zeros():
-            return zeros(self).flatten(-2) if zeros else torch.zeros_like(row_scales())
-
-        m = affine(self.kind, q, row_scales, row_zeros, self.shape[-1], self.shape[-1] // group, bits)
-        return m._replace(floats=self.floats)  # as the package gguf computes them
+    def zeros(self):
+        *_, zeros = FORMATS[self.kind]
+        return zeros(self).flatten(-2) if zeros else torch.zeros_like(self.scales())
 
 
 def table(values, indices):
@@ -206,7 +220,7 @@ def table(values, indices):
 
 IQ4 = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113  # the numbers of IQ4_NL and IQ4_XS
 TWICE_FP4 = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12  # twice the numbers of MXFP4
-FORMATS = {  # {type: (bits, columns of a group, integers, scales, zeros or None) of a Stored}
+FORMATS = {  # {type: (bits, columns of a group, integers, scales, zeros or None) of Blocks}
     "Q4_0": (4, 32, lambda t: t.nibbles(2, None, 16), lambda t: t.half(0), lambda t: -8 * t.half(0)),
     "Q4_1": (4, 32, lambda t: t.nibbles(4, None, 16), lambda t: t.half(0), lambda t: t.half(2)),
     "Q4_K": (
@@ -235,11 +249,12 @@ FORMATS = {  # {type: (bits, columns of a group, integers, scales, zeros or None
     ),
     "Q3_K": (
         8, 16, lambda t: (t.fields(32, 96, 2, 32) | t.fields(0, 32, 1, 32) << 2).view(torch.int8) - 4,
-        lambda t: t.half(108) * t.scales_of_q3_k(), None,
+        lambda t: t.half(108) * t.signed_scales((96, 104, 4, 8), (104, 108, 2, 4)), None,
     ),
     "IQ4_NL": (8, 32, lambda t: table(IQ4, t.nibbles(2, None, 16)), lambda t: t.half(0), None),
     "IQ4_XS": (
-        8, 32, lambda t: table(IQ4, t.nibbles(8, None, 16)), lambda t: t.half(0) * t.scales_of_iq4_xs(), None,
+        8, 32, lambda t: table(IQ4, t.nibbles(8, None, 16)),
+        lambda t: t.half(0) * t.signed_scales((4, 8, 4, 1), (2, 4, 2, 1)), None,
     ),
     "MXFP4": (
         8, 32, lambda t: table(TWICE_FP4, t.nibbles(1, None, 16)),
@@ -249,94 +264,115 @@ FORMATS = {  # {type: (bits, columns of a group, integers, scales, zeros or None
 
 
 def open_gguf(path, with_tokenizer=True):
-    """Return the QuantizedWeights of a GGUF file; their `folder` has its config.json and the tokenizer's files.
+    """Return the Source of a GGUF file, of a split one by any of its files, or None for another path.
 
-    path: of a split one, any of its files. folder is a TemporaryDirectory. Raises InputError.
+    Raises InputError.
     """
+    if not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        if file.read(4) != b"GGUF" and path.suffix != ".gguf":
+            return None
     try:
         import gguf  # noqa: F401
     except ImportError:
         raise InputError(f"{path} is a GGUF file, which needs a package: pip install gguf==0.19.0") from None
-    split, paths = re.fullmatch(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)", str(path)), [Path(path)]
-    if split:
-        paths = [Path(f"{split[1]}{i:05d}{split[3]}") for i in range(1, min(int(split[4]), 999) + 1)]
     with errors_of(path):
-        refuse_pointer(path)
-        files = [File(each) for each in paths]
-        values, tensors = files[0].values, {name: stored for file in files for name, stored in file.tensors.items()}
-        if (count := values.get("split.count", 1)) != len(files):
-            raise InputError(f"it is one of {count} files, which llama.cpp calls NAME-00001-of-{count:05d}.gguf")
-        hf, folder = config(values, tensors), tempfile.TemporaryDirectory(prefix=f"{Path(path).name}-")
-        (Path(folder.name) / "config.json").write_text(json.dumps(hf))
+        checkpoint.refuse_pointer(path)
+        values, tensors = read_files(path)
+        hf = config(values, tensors)
+        folder = tempfile.TemporaryDirectory(prefix=f"{path.name}-")
         if with_tokenizer:
             write_tokenizer(values, Path(folder.name))
-        result = weights(hf, values["general.architecture"], tensors)
-        result.folder = folder
-        return result
+        own = read_tensors(tensors, ARCHITECTURES[values["general.architecture"]], hf["head_dim"])
+    source = LlamaWeights(own, *read_config(hf, path, {}))
+    source.temporary = folder  # which lasts as long as the source
+    source.tokenizer_folder = Path(folder.name)
+    return source
 
 
-def weights(hf, architecture, tensors):
-    """Return the QuantizedWeights of a file's tensors, in the order of rows that Hugging Face has."""
-    own = SUM_NORMS if architecture in ("gemma2", "gemma3", "olmo2") else {}
+def read_files(path):
+    """Return ({key: value}, {name: Blocks}) of a file, and of the others if it is one of several."""
+    paths = [path]
+    if split := re.fullmatch(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)", str(path)):
+        paths = [Path(f"{split[1]}{i:05d}{split[3]}") for i in range(1, min(int(split[4]), 999) + 1)]
+    files = [File(each) for each in paths]
+    values = files[0].values
+    if (count := values.get("split.count", 1)) != len(files):
+        raise InputError(f"it is one of {count} files, which llama.cpp calls NAME-00001-of-{count:05d}.gguf")
+    return values, {name: blocks for file in files for name, blocks in file.tensors.items()}
+
+
+def read_tensors(tensors, architecture, head_dim):
+    """Return the Tensors of a file under Hugging Face's names."""
     fused = {} if {"blk.0.ffn_gate.weight", "blk.0.ffn_gate_exps.weight"} & tensors.keys() else FUSED
-    names, plain, matrices = {**NAMES, **own, **fused}, {}, {}
-    for name, stored in tensors.items():
+    names, plain, matrices = {**NAMES, **architecture.names, **fused}, {}, {}
+    for name, blocks in tensors.items():
         if name in (*FACTORS, FREQUENCIES):
             continue
         match = re.fullmatch(r"(blk\.\d+\.)?(\w+)\.(weight|bias)", name)
         if not match or match[2] not in names:
-            raise InputError(f"tensor {name} is no part of a {architecture} that is computed here")
+            raise InputError(f"tensor {name} is no part of a {architecture.family} that is computed here")
         layer, module, part = match.groups()
         place = (layer or "").replace("blk", "model.layers") + names[module]
-        m = stored.matrix()
-        if module in ("attn_q", "attn_k") and architecture in PAIRED:
-            turned = (f and (lambda f=f: unpaired(f(), hf["head_dim"])) for f in (m.floats, m.q, m.scales, m.zeros))
-            m = m._replace(**dict(zip(("floats", "q", "scales", "zeros"), turned, strict=True)))
-        if module.endswith("norm") and architecture.startswith("gemma"):
-            m = Matrix(m.kind, lambda f=m.floats: f().float() - 1)  # stored as what they multiply with
-        if stored.kind in FLOATS or part == "bias":
-            plain[f"{place}.{part}"] = m.floats
+        if blocks.kind in FLOATS or part == "bias":
+            plain[f"{place}.{part}"] = blocks.floats
         else:
-            matrices[place] = m
-    return QuantizedWeights(plain, matrices)
+            matrices[place] = blocks
+    return GGUFWeights(QuantizedWeights(plain, matrices), architecture, head_dim)
+
+
+class GGUFWeights(Renamed):
+    """The tensors of a file in the order of rows, and with the norms, that Hugging Face has."""
+
+    def __init__(self, source, architecture, head_dim):
+        super().__init__(source)
+        self.architecture = architecture
+        self.head_dim = head_dim
+
+    def join(self, name, tensor):
+        if self.architecture.paired and re.search(r"\.[qk]_proj\.", name):
+            return unpaired(tensor, self.head_dim)
+        return tensor.float() - 1 if self.architecture.shifted_norms and name.endswith("norm.weight") else tensor
 
 
 def config(values, tensors):
     """Return what would be the config.json. Raises InputError for an architecture or value that is not computed."""
-    architecture = values["general.architecture"]
-    if architecture not in FAMILY:
-        raise InputError(f"architecture {architecture!r} is not supported; {', '.join(FAMILY)} are")
-    prefix, family = f"{architecture}.", FAMILY[architecture]
+    name = values["general.architecture"]
+    if name not in ARCHITECTURES:
+        raise InputError(f"architecture {name!r} is not supported; {', '.join(ARCHITECTURES)} are")
+    architecture, prefix = ARCHITECTURES[name], f"{name}."
     given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and value}
     if not values.get(f"{prefix}attention.causal", True):
         raise InputError(f"{prefix}attention.causal is false: a model that reads what follows is not computed")
-    needed = *NEEDED, *("expert_used_count",) * ("expert_count" in given), *("logit_scale",) * (family == "granite")
+    needed = *NEEDED, *("expert_used_count",) * ("expert_count" in given), *architecture.needed
     if missing := [name for name in needed if name not in given]:
         raise InputError(f"it has no {prefix}{missing[0]}")
     scaling = {"rope.scaling.type": "linear"} if "rope.scaling.factor" in given else {}
     given = {"attention.head_count_kv": given["attention.head_count"], "rope.freq_base": 10000.0, **scaling, **given}
-    family = "mixtral" if family == "llama" and "expert_count" in given else family
-    family = "olmo3" if family == "olmo2" and "attention.sliding_window" in given else family
+    mixture = "expert_count" in given and architecture.mixture
+    windowed = "attention.sliding_window" in given and architecture.windowed
+    family = mixture or windowed or architecture.family
     known, left, rope = {*FAMILIES[family].keys, *REQUIRED}, given.keys() - OTHERS, {}
     hf = {key: given[name] for key, name in KEYS.items() if name in given and key in known}
     left -= {KEYS[key] for key in hf}
     hf |= {"model_type": family, "vocab_size": tensors["token_embd.weight"].shape[0]}
     hf |= {"tie_word_embeddings": "output.weight" not in tensors}
     width, n_layers = hf["hidden_size"] // hf["num_attention_heads"], hf["num_hidden_layers"]
-    if not 0 < n_layers <= MOST_LAYERS:
-        raise InputError(f"{prefix}block_count is {n_layers} but must be 1 to {MOST_LAYERS}")
+    if not 0 < n_layers <= checkpoint.MOST_LAYERS:
+        raise InputError(f"{prefix}block_count is {n_layers} but must be 1 to {checkpoint.MOST_LAYERS}")
     head_dim = hf.setdefault("head_dim", width)
     if given.get("attention.value_length", head_dim) != head_dim:
         raise InputError(f"{prefix}attention.value_length is not {head_dim}, the size of a head, which is not computed")
     absent = {  # llama.cpp's defaults, where those of transformers are others
-        "sliding_window": 4096 if architecture == "gemma2" else None, "attention_multiplier": head_dim**-0.5,
+        "sliding_window": architecture.window, "attention_multiplier": head_dim**-0.5,
         "original_max_position_embeddings": hf["max_position_embeddings"],
     }  # fmt: skip
     hf |= {key: value for key, value in absent.items() if key in known and key not in hf}
     more = {
         "attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         "norm_topk_prob": values.get(f"{prefix}expert_weights_norm", True),
-        "query_pre_attn_scalar": width if (architecture, n_layers) in QUERY_SCALED else head_dim,  # not in the file
+        "query_pre_attn_scalar": width if n_layers == architecture.wide_queries else head_dim,  # not in the file
     }  # fmt: skip
     hf |= {key: value for key, value in more.items() if key in known}
     if pattern := given.get("attention.sliding_window_pattern"):  # every such layer has no window, or a list

@@ -4,29 +4,21 @@ import json
 import struct
 
 from ladder.errors import InputError
-from ladder.text.byte_pairs import LLAMA3_PATTERN, QWEN2_PATTERN
+from ladder.text.byte_pairs import ENDINGS, LLAMA3_PATTERN, QWEN2_PATTERN, cased_words, split_pattern
 from ladder.text.tokenizer import CONTROL, UNKNOWN, USER_DEFINED
 
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-CASED = (  # with what follows a word, and \\p{N}
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 SPLITS = {  # tokenizer.ggml.pre: a pattern; or digits one by one, or not, then GPT-2's pattern
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "pixtral"), LLAMA3_PATTERN),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), LLAMA3_PATTERN),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), QWEN2_PATTERN),
-    "tekken": CASED % ("", "", ""), "gpt-4o": CASED % (SUFFIX, SUFFIX, "{1,3}"),
+    "tekken": split_pattern(cased_words(""), "", r"\r\n/"),
+    "gpt-4o": split_pattern(cased_words(f"{ENDINGS}?"), "{1,3}", r"\r\n/"),
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"), **dict.fromkeys(("gpt-2", "olmo"), ""),
 }  # fmt: skip
 WHOLE = "llama-bpe", "llama3", "llama-v3", "pixtral", "tekken"  # pre-tokenizers that begin a text with BOS
 NORMAL, BYTE = 1, 6  # types of tokens, beside those of tokenizer.py: GGUF's numbers are SentencePiece's
-ADDED = (
-    UNKNOWN,
-    CONTROL,
-    USER_DEFINED,
-)  # a text is split at these; at USER_DEFINED in prompts, too, and those are printed
+# a text is split at tokens of these types; at USER_DEFINED in prompts, too, and those are printed
+ADDED = UNKNOWN, CONTROL, USER_DEFINED
 END_TOKENS = (  # names of tokens that end a text, whatever else a file says; llama.cpp has a list of its own
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>", "<|endoftext|>",
     "<|end_of_text|>", "<|return|>", "<|call|>",

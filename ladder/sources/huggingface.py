@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import os
+import pkgutil
 import re
 import reprlib
 from collections import Counter
@@ -11,12 +13,15 @@ import torch
 from ladder.architectures import all_architectures
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.checkpoint import read_json
+from ladder.checkpoints.compare import TOKENIZER_FILES
 from ladder.errors import InputError, first_line
 from ladder.layers.attention_inputs import unpaired
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
-from ladder.sources import laneformer
 from ladder.sources.config_values import check_values, with_hf_keys
-from ladder.sources.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED
+from ladder.sources.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED, find_family
+from ladder.sources.matrices import Renamed, Tensors, are_equal, multiply
+from ladder.sources.quantized_formats import dequantizing
+from ladder.sources.source import Source
 from ladder.wiring_text import wiring_name
 
 HF_NAMES = {  # {a part of our tensors' names: Hugging Face's}; wqkv is made of three tensors
@@ -112,27 +117,26 @@ def rope_of(values, default):
 def read_hf(values):
     """Return the values of a config.json that transformers reads, completed by the defaults of its family.
 
-    "ignored" lists the other keys, which change nothing in transformers. Raises InputError for a family, or a feature
-    of one, that model.py does not compute.
+    "ignored" lists the other keys, which change nothing in transformers, and "family" is the Family. Raises InputError
+    for a family, or a feature of one, that model.py does not compute.
     """
-    values = text_values(values)
-    family, _ = values.get("model_type"), values.pop("laneformer", None)
-    if "n_layers" in values and family is None:
+    outer, values = values, text_values(values)
+    name, has_towers = find_family(values), values is not outer
+    if "n_layers" in values and name is None:
         raise InputError("this is a checkpoint of this project already, which needs no conversion")
     check_values(values, {"num_hidden_layers", "rope_scaling", "rope_parameters"})
-    if family == "deepseek_v3" and values.get("architectures") == ["InstellaMoEForCausalLM"]:
-        family = "instella_moe"
-    if "laneformer" in str(family).lower():  # Kog's
-        family, values = "ministral", laneformer.laneformer_as_ministral(values)
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise InputError(f"model_type {family!r} is not supported; {', '.join(FAMILIES)} and laneformer are")
-    known = FAMILIES[family].keys
-    if missing := [key for key in REQUIRED if values.get(key, known.get(key)) is None]:
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise InputError(f"model_type {name!r} is not supported; {', '.join(FAMILIES)} are")
+    family = FAMILIES[name]
+    known = family.keys
+    if family.translate:
+        values = pkgutil.resolve_name(family.translate)(values)
+    missing = [key for key in REQUIRED if values.get(key, known.get(key)) is None]
+    missing += [key for key in family.needs if key not in values]
+    if missing:
         raise InputError(f"{missing[0]} is missing")
-    if family == "llamaLadder" and "ladder_layers" not in values:
-        raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
     rope_key, rope, near = rope_of(values, known.get("rope_parameters"))
-    only, read = ONLY_VALUES | FAMILIES[family].only, {*known, *REQUIRED, "laneformer"}
+    only, read = ONLY_VALUES | family.only, {*known, *REQUIRED}
     harmless, turned = HARMLESS | only.keys() | {"model_type", "rope_scaling", "rope_parameters"}, read | ALL_ROPE_KEYS
     results, ignored = [], {}
     for prefix, given, names in ("", values, read), (f"{rope_key}.", rope, turned), (f"{rope_key}.", near, turned):
@@ -145,7 +149,7 @@ def read_hf(values):
             if key not in names | harmless and value is not None:
                 ignored[prefix + repr(key)[1:-1]] = value
         results.append({key: value for key, value in given.items() if key in names})
-    if ignored and ("laneformer" in values or family == "instella_moe"):  # code that is not in transformers may read it
+    if ignored and family.strict:
         key, value = ignored.popitem()
         words = "drop it from config.json if what the model computes does not depend on it"
         raise InputError(f"{key} {reprlib.repr(value)} is unknown: {words}")
@@ -153,18 +157,14 @@ def read_hf(values):
     for key, instead in INTERVALS.items():
         if key in known and own.get(key, known[key]) is None and not own.get(instead):
             raise InputError(f"{key} is null but must be a whole number above 0, unless there are {instead}")
-    return {**known, **own, "model_type": family, "rope_scaling": rope, "near_rope": near, "ignored": [*ignored]}
+    return {
+        **known, **own, "family": family, "rope_scaling": rope, "near_rope": near, "ignored": [*ignored],
+        "has_towers": has_towers,
+    }  # fmt: skip
 
 
-def same(a, b):
-    """Return whether two tensors are equal: torch.equal compares no e4m3."""
-    return a.shape == b.shape and not a.ne(b).any()
-
-
-def eos_ids(path, values, hf):
-    """Return the ids that end a text: those of config.json, `values`, and of generation_config.json beside it."""
-    generation = path.with_name("generation_config.json")
-    generated = read_json(generation) if generation.is_file() else {}
+def eos_ids(values, hf, generated):
+    """Return the ids that end a text: those of config.json, `values`, and of generation_config.json, `generated`."""
     check_values(generated, {"eos_token_id"}, "generation_config.json: ")
     others = generated.get("eos_token_id")
     # a family's default yields to generation_config.json
@@ -175,14 +175,25 @@ def eos_ids(path, values, hf):
 
 def config_from_hf(path):
     """Return the Config that a Hugging Face config.json (and the generation_config.json beside it) describes."""
-    values = text = read_json(path)
+    return read_config(read_json(path), path, read_generation(path))[1]
+
+
+def read_generation(path):
+    """Return the values of the generation_config.json beside a config.json, {} if there is none."""
+    path = path.with_name("generation_config.json")
+    return read_json(path) if path.is_file() else {}
+
+
+def read_config(values, where, generated):
+    """Return (the result of read_hf, the Config) of a config.json and a generation_config.json. where: for messages."""
+    text = values
     try:
         hf, text = read_hf(values), text_values(values)
-        ours = our_values(hf) | {"eos_ids": eos_ids(path, text, hf)}
-        return checkpoint.make_config(ours, path)
+        ours = our_values(hf) | {"eos_ids": eos_ids(text, hf, generated)}
+        return hf, checkpoint.make_config(ours, where)
     except (InputError, AttributeError, ArithmeticError, KeyError, TypeError, ValueError) as e:
         what = "" if isinstance(e, InputError) else "values do not fit one another: "
-        raise InputError(f"{path}: {what}{with_hf_keys(first_line(e).removeprefix(f'{path}: '), text)}") from None
+        raise InputError(f"{where}: {what}{with_hf_keys(first_line(e).removeprefix(f'{where}: '), text)}") from None
 
 
 def context_from_hf(hf, scaling):
@@ -191,7 +202,7 @@ def context_from_hf(hf, scaling):
     Such a scaling is often added without a larger max_position_embeddings, except in families of a scaled_context.
     """
     context = hf["max_position_embeddings"]
-    if not scaling or FAMILIES[hf["model_type"]].scaled_context or scaling.keys() & {"low_freq_factor", "long_factor"}:
+    if not scaling or hf["family"].scaled_context or scaling.keys() & {"low_freq_factor", "long_factor"}:
         return context
     original = hf[ORIGINAL_CONTEXT] or hf["rope_scaling"].get(ORIGINAL_CONTEXT) or context
     return max(context, int(scaling["factor"] * original))
@@ -200,13 +211,13 @@ def context_from_hf(hf, scaling):
 def our_values(hf):
     """Return the fields of Config, except eos_ids, from the result of read_hf."""
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
-    family, attention_bias = hf["model_type"], hf.get("attention_bias", False)
+    family, attention_bias = hf["family"], hf.get("attention_bias", False)
     head_dim = hf["head_dim"] or dim // n_heads
     rotary = rotary_from_hf(hf, head_dim)
     context = context_from_hf(hf, rotary["rope_scaling"])
     hf = hf | {"context": context, "scaling": rotary["rope_scaling"]}
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
-    values, architecture = {**FAMILIES[family].values}, {}
+    values, architecture = {**family.values}, {}
     for name, kind in all_architectures().items():
         of_family = values.pop(name, None)  # settings that the family has in any case
         settings, fields = kind.from_hf(hf) or (of_family, {})
@@ -221,7 +232,7 @@ def our_values(hf):
         "qkv_bias": hf.get("qkv_bias", hf.get("use_qkv_bias", attention_bias)),
         "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),
         "activation": activation_from_hf(hf),
-        "embedding_scale": dim**0.5 if family.startswith("gemma") else None,
+        "embedding_scale": dim**0.5 if family.wide_embeddings else None,
         "logit_cap": hf.get("final_logit_softcapping"),
         "bos_id": None if hf["bos_token_id"] == -1 else hf["bos_token_id"],
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
@@ -232,7 +243,7 @@ def our_values(hf):
 def activation_from_hf(hf):
     """Return Config.activation from the result of read_hf."""
     given = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
-    name = "gelu_pytorch_tanh" if (hf["model_type"], given) == ("gemma", "gelu") else given  # transformers reads it so
+    name = hf["family"].activations.get(given, given)
     if name not in HF_ACTIVATIONS:
         raise InputError(f"hidden_act {name!r} is not supported, only {', '.join(HF_ACTIVATIONS)} are")
     return HF_ACTIVATIONS[name]
@@ -275,78 +286,122 @@ def rope_scaling_from_hf(hf):
     return {key: scaling[key] for key in ROPE_KEYS[kind]} | untruncated
 
 
-class LlamaWeights:
-    """The tensors of a Hugging Face folder under Llama's names; like its source, it has names() and read(name).
+def open_folder(path, with_tokenizer=True):
+    """Return the Source of a Hugging Face folder, or None for another path. Raises InputError."""
+    if not path.is_dir():
+        return None
+    values, where = read_json(path / "config.json"), path / "config.json"
+    hf, config = read_config(values, where, read_generation(where))
+    source = LlamaWeights(dequantizing(FolderTensors(path), values, path), hf, config)
+    source.tokenizer_folder = path
+    for file in filter(os.path.isfile, (path / name for name in TOKENIZER_FILES)):
+        checkpoint.refuse_pointer(file)
+    return source
 
-    Phi-3's fused projections are split. Granite's multipliers are folded into the weights: residual_multiplier into wo
-    and w2, attention_multiplier into the queries, embedding_multiplier into the embedding table, logits_scaling into
-    the last norm. If the table is also the output head, the last norm divides by embedding_multiplier. GLM's rotary
-    embeddings turn neighbouring dimensions, so q and k are reordered (see `unpaired`). Of a model with several towers,
-    only the tensors of the language model are here.
 
-    own_context: max_position_embeddings, which a factor of yarn or linear scaling may have enlarged.
-    skipped: {tower: how many tensors of it are left out}. ignored: the keys of config.json that are ignored. config:
-    the given one; it is not tied if the folder's output head differs from the embedding table, as in transformers.
+class FolderTensors(checkpoint.Weights, Tensors):
+    """The tensors of a folder as they are."""
+
+
+def multipliers(hf, config):
+    """Return {a module: what its weights are multiplied by}, from the result of read_hf: Granite's multipliers.
+
+    residual_multiplier is folded into wo and w2, attention_multiplier into the queries, embedding_multiplier into the
+    embedding table, logits_scaling into the last norm. If the table is also the output head, the last norm divides by
+    embedding_multiplier.
+    """
+    if "residual_multiplier" not in hf:
+        return {}
+    embedding, residual = hf["embedding_multiplier"], hf["residual_multiplier"]
+    head = embedding if config.tie_embeddings else 1.0
+    return {
+        "embed_tokens": embedding, "o_proj": residual, "down_proj": residual, "lm_head": head,
+        "norm": 1 / (head * hf["logits_scaling"]),
+        "q_proj": hf["attention_multiplier"] * config.head_dim**0.5,  # attention divides the scores by its root
+    }  # fmt: skip
+
+
+def llama_name(name, norms):
+    """Return (Llama's name of a tensor, its module). norms: as Family.norms."""
+    text = re.sub(r"^((model|language_model)\.)*", "", name)  # older folders have them in another order
+    text = text if text.startswith("lm_head.") else f"model.{text}"
+    module = f".{text}".split(".")[-2]
+    return text.replace(module, norms.get(module, module)), norms.get(module, module)
+
+
+class LlamaWeights(Renamed, Source):
+    """The tensors of a Hugging Face folder under Llama's names.
+
+    Fused projections are split, and multipliers are folded into the weights. Rotary embeddings that turn neighbouring
+    dimensions become those of pairs (see `unpaired`). Of a model with several towers, only the tensors of the language
+    model are here.
+
+    config: the given one; it is not tied if the folder's output head differs from the embedding table, as in
+    transformers.
     """
 
-    def __init__(self, source, path, config):
-        values = read_json(path)
-        hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
-        self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
-        norms, self.skipped, self.ignored = FAMILIES[hf["model_type"]].norms, Counter(), hf["ignored"]
-        self.own_context = hf["max_position_embeddings"]
+    def __init__(self, source, hf, config):
+        """hf: as read_hf returns it."""
         for each in config.architecture:
             source = each.hf_weights(source, config, hf)
+        self.rotary = (config.head_dim, config.rotary_dim) if hf["family"].neighbours else None
+        self.parts = {}  # {name of a part of a fused projection: (proportions of the parts' rows, index)}
         fused = {  # {a fused projection: {its parts: the proportions of their rows}}
             "qkv_proj": {"q_proj": config.n_heads, "k_proj": config.n_kv_heads, "v_proj": config.n_kv_heads},
             "gate_up_proj": {"gate_proj": 1, "up_proj": 1},
         }
-        self.source, self.places = source, {}  # {name: (the source's name, its parts' proportions, index)}
+        places, skipped = {}, Counter()  # skipped: {tower: how many tensors of it are left out}
         for name in source.names():
-            beyond = re.match(r"model\.layers\.(\d+)\.", name)
-            if beyond and int(beyond[1]) >= config.n_layers and "n_routed_experts" in hf:
-                self.skipped["the layers that predict more tokens"] += 1
+            if tower := left_out(name, hf, config):
+                skipped[tower] += 1
                 continue
-            if name.startswith("mtp.") or nested and not re.match(r"(model\.)?language_model\.|lm_head\.", name):
-                self.skipped[name.removeprefix("model.").partition(".")[0]] += 1
-                continue
-            text = re.sub(r"^((model|language_model)\.)*", "", name)  # older folders have them in another order
-            text = text if text.startswith("lm_head.") else f"model.{text}"
-            module = f".{text}".split(".")[-2]
-            parts = fused.get(module, {norms.get(module, module): 1})
-            for i, part in enumerate(parts):
+            text, module = llama_name(name, hf["family"].norms)
+            for i, part in enumerate(fused.get(module, [module])):
                 place = text.replace(module, part)
-                if place in self.places:
-                    raise InputError(f"the source has both {self.places[place][0]} and {name}: drop one")
-                self.places[place] = name, [*parts.values()], i
-        if config.tie_embeddings and "model.embed_tokens.weight" in self.places and "lm_head.weight" in self.places:
-            table, head = (
-                {part: source.read(self.places[f"{module}.{part}"][0])
-                 for part in ("weight", "scales", "zeros") if f"{module}.{part}" in self.places}
-                for module in ("model.embed_tokens", "lm_head")
-            )  # fmt: skip
-            is_tied = table.keys() == head.keys() and all(same(table[part], head[part]) for part in table)
-            config = dataclasses.replace(config, tie_embeddings=is_tied)
-        self.config, self.factors = config, {}
-        if "residual_multiplier" in hf:
-            embedding, residual = hf["embedding_multiplier"], hf["residual_multiplier"]
-            head = embedding if config.tie_embeddings else 1.0
-            self.factors = {
-                "embed_tokens": embedding, "o_proj": residual, "down_proj": residual, "lm_head": head,
-                "norm": 1 / (head * hf["logits_scaling"]),
-                "q_proj": hf["attention_multiplier"] * H**0.5,  # attention divides the scores by H**0.5
-            }  # fmt: skip
+                if place in places:
+                    raise InputError(f"the source has both {places[place][0]} and {name}: drop one")
+                places[place] = [name]
+                if module in fused:
+                    self.parts[place] = [*fused[module].values()], i
+        super().__init__(source, places)
+        table, head = "model.embed_tokens.weight", "lm_head.weight"
+        is_tied = config.tie_embeddings
+        if is_tied and {table, head} <= places.keys():
+            is_tied = are_equal(*(source.read(*places[name]) for name in (table, head)))
+        self.config = dataclasses.replace(config, tie_embeddings=is_tied)
+        self.factors = multipliers(hf, self.config)
+        self.notes = list(self.list_notes(hf, config, skipped))
 
-    def names(self):
-        return list(self.places)
+    def list_notes(self, hf, config, skipped):
+        if hf["ignored"]:
+            yield f"ignored in config.json, since transformers does not read it: {', '.join(hf['ignored'])}"
+        if self.config != config:
+            words = "lm_head.weight is a tensor of its own: it is used, as in transformers"
+            yield f"tie_word_embeddings is true, but {words}"
+        own = hf["max_position_embeddings"]
+        if config.max_seq_len > own:
+            yield f"the context is {config.max_seq_len:,} tokens: scaling extends config.json's {own:,}"
+        for tower, n in skipped.items():
+            yield f"left out: {n} tensors of {tower}, since only text is computed here"
 
     def read(self, name):
-        source_name, proportions, i = self.places[name]
-        tensor = self.source.read(source_name)
-        if len(proportions) > 1:
+        matrix, factor = super().read(name), self.factors.get(name.rsplit(".", 2)[-2], 1.0)
+        return matrix if factor == 1.0 else multiply(matrix, factor)
+
+    def join(self, name, tensor):
+        if name in self.parts:
+            proportions, i = self.parts[name]
             unit = tensor.shape[-2] // sum(proportions)
             tensor = tensor.split([unit * n for n in proportions], dim=-2)[i]
-        if self.rotary and re.search(r"\.[qk]_proj\.", name):
-            tensor = unpaired(tensor, *self.rotary)
-        factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
-        return tensor if factor == 1.0 or tensor.itemsize == 1 else tensor.float() * factor
+        return unpaired(tensor, *self.rotary) if self.rotary and re.search(r"\.[qk]_proj\.", name) else tensor
+
+
+def left_out(name, hf, config):
+    """Return the tower or the layers that a tensor belongs to, if they are no part of the language model, or None."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer and int(layer[1]) >= config.n_layers and "n_routed_experts" in hf:
+        return "the layers that predict more tokens"
+    is_text = re.match(r"(model\.)?language_model\.|lm_head\.", name)
+    if name.startswith("mtp.") or hf["has_towers"] and not is_text:
+        return name.removeprefix("model.").partition(".")[0]
+    return None

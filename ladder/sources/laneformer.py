@@ -7,6 +7,7 @@ import torch
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
 from ladder.sources.config_values import check_values
+from ladder.sources.matrices import Renamed
 
 LANEFORMER_KEYS = {  # keys of config.json that only a Laneformer has, with the defaults of its code
     "norm_eps": 1e-5, "num_lanes": 1, "broadcast_delay": 1, "use_comm": True, "use_attention_comm": None,
@@ -23,7 +24,7 @@ LLAMA_NAMES = {  # {the name of a module in its files: Llama's}
 }  # fmt: skip
 
 
-def laneformer_as_ministral(values):
+def as_ministral(values):
     """Return a Laneformer's config.json as a Ministral's, with one more key, "laneformer": {field of Config: value}."""
     check_values(values, LANEFORMER_KEYS)
     own, hf = LANEFORMER_KEYS | values, {k: v for k, v in values.items() if k not in LANEFORMER_KEYS}
@@ -51,7 +52,7 @@ def laneformer_as_ministral(values):
     }  # fmt: skip
 
 
-class LaneformerWeights:
+class LaneformerWeights(Renamed):
     """The tensors of such a folder under Llama's names, joined over the lanes, for rotations of pairs (i, i + H/2).
 
     The folder stores each linear lane by lane, (L, out, in) for L lanes: o_proj and down_proj are cut by columns, the
@@ -59,18 +60,16 @@ class LaneformerWeights:
     """
 
     def __init__(self, source, head_dim):
-        self.source, self.head_dim, self.theirs = source, head_dim, {}
+        self.head_dim = head_dim
+        places = {}
         for name in source.names():
             match = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)\.(?:weight|scale)", name)
             layer, module = match.groups("") if match else ("", name)
             if module != "model.freqs_cis":  # rotary embeddings, which are computed instead
-                self.theirs[f"{layer}{LLAMA_NAMES.get(module, module)}.weight"] = name
+                places[f"{layer}{LLAMA_NAMES.get(module, module)}.weight"] = [name]
+        super().__init__(source, places)
 
-    def names(self):
-        return list(self.theirs)
-
-    def read(self, name):
-        tensor = self.source.read(self.theirs[name])
+    def join(self, name, tensor):
         if name.endswith("norm.weight"):
             return tensor.flatten()
         if tensor.dim() == 3:

@@ -1,4 +1,4 @@
-"""Reads files of llama2.c, with tensors under Hugging Face's names. Only the tensors that are read are loaded."""
+"""Reads files of llama2.c. Only the tensors that are read are loaded."""
 
 import math
 
@@ -8,9 +8,15 @@ import torch
 from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
 from ladder.layers.attention_inputs import unpaired
+from ladder.sources.source import Source
 
 
-class Llama2cWeights:
+def open_llama2c(path, with_tokenizer=True):
+    """Return the Source of a file, or None for another path: a file has no name by which to know it."""
+    return Llama2cWeights(path) if path.is_file() else None
+
+
+class Llama2cWeights(Source):
     """A legacy file of llama2.c, memory-mapped: 7 int32 of config, then float32 tensors, each stacked over the layers.
 
     Its rotary embeddings turn neighbouring dimensions, so q and k are reordered (see `unpaired`). Raises InputError if

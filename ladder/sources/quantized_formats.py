@@ -11,15 +11,15 @@ import re
 import reprlib
 import struct
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from ladder.checkpoints import rounding
+from ladder.checkpoints.checkpoint import dtype_name
 from ladder.errors import InputError, first_line
 from ladder.kernels.quant_linear import unpack
 from ladder.ranks.ending import out_of_memory
+from ladder.sources.matrices import E4M3, Form, Fp8, Integers, Tensors, in_groups
 
 MATRICES = {  # last parts of names, of what may stay integers: nothing that chooses experts, no linear attention
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2",
@@ -29,6 +29,7 @@ ACTIVATIONS = "input_scale", "input_zero_point", "output_scale", "output_zero_po
 CACHE = r".*\.(([kvq]|kv|prob)_(scale|zero_point)|kv_cache_scaling_factor)"  # names of scales of a cache in 8 bits
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # of its 8 integers in a word
 FP4 = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+SCALE_NAMES = "weight_scale_inv", "weight_scale"  # parts with the scales of 8 bits
 SCALED = torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz
 EXPONENTS = torch.uint8, torch.float8_e8m0fnu  # dtypes of scales that are exponents of 2
 COMPRESSED = {  # {a part that a matrix of compressed-tensors has: the formats in which it does}
@@ -56,89 +57,61 @@ KNOWN_KEYS = {  # of a quantization_config: those that are read, and those that 
     "offload_to_disk", "offload_to_disk_path",  # where it comes from, and how others run it
 }  # fmt: skip
 SMALLEST_GROUP = {4: 32, 8: 16}  # {bits: columns}
-FORM = re.compile(r"int(4|8)x(\d+)")  # the last part of a name that says of a matrix: integers of 4 bits, groups of 32
 BITSANDBYTES = (
     "is in bitsandbytes' format: dequantize it first, in Python: m = transformers.AutoModelForCausalLM."
     'from_pretrained("SOURCE"); m.dequantize().save_pretrained("DIR")'
 )
 
 
-class Matrix(NamedTuple):
-    """A quantized matrix: floats() returns W (N, K).
+class Stored:
+    """A quantized matrix as a source stores it.
 
-    group: the columns of a group if W can stay integers, or 0. Then there are q() (N, K) int8, from 0 to 15 if `bits`
-    is 4, scales() and zeros() (N, K / group) float32. Those of experts have a dimension E in front. If W can stay e4m3,
-    there are scales() (N, 1), but no group and no zeros, and q() if its bytes can stay, too.
+    A subclass has `kind`, the name of its format, and floats(), which returns W. If it has a form, it has quantized(),
+    which returns the Integers or Fp8 of that form.
     """
 
-    kind: str  # its format
-    floats: Callable
-    group: int = 0
-    q: Callable | None = None
-    scales: Callable | None = None
-    zeros: Callable | None = None
-    bits: int = 4
+    form = None
 
 
-def affine(kind, q, scales, zeros, K, G, bits=4, index=None):
-    """Return the Matrix scales q + zeros. index (K,): each column's group, if groups are not of neighbours.
+def integer_form(bits, K, G):
+    """Return the Form of integers in G groups of K columns, or None if groups are too small or uneven.
 
-    q() returns (N, K) int8, from 0 to 15 with 4 bits, scales() and zeros() (N, G) float32. Groups of more than 128
-    columns become several.
+    Groups of more than 128 columns become several.
     """
-
-    def floats():
-        w, s, z = q().float(), scales(), zeros()
-        if index is not None:
-            return w.mul_(s[:, index]).add_(z[:, index])
-        return w.unflatten(-1, (s.shape[-1], -1)).mul_(s[..., None]).add_(z[..., None]).flatten(-2)
-
-    size = K // G if K % G == 0 else 0
-    group = math.gcd(size, 128)
-    if index is not None or group < SMALLEST_GROUP[bits]:
-        return Matrix(kind, floats)
-    each = (lambda f=f: f().repeat_interleave(size // group, -1) for f in (scales, zeros))
-    return Matrix(kind, floats, group, q, *each, bits)
+    columns = math.gcd(K // G, 128) if G and K % G == 0 else 0
+    return Form(bits, columns) if columns >= SMALLEST_GROUP[bits] else None
 
 
-class QuantizedWeights:
-    """The tensors of a source, names() and read(name), with those of quantized matrices as this project has them.
+class QuantizedWeights(Tensors):
+    """The tensors of a source, some of which are quantized matrices.
 
-    X.weight is floats. Or, if X is integers in groups of C columns, X.weight is (N, K) int8, with X.scales and X.zeros
-    (N, K / C) float32, not yet rounded; then there is a name X.int4xC (0 to 15) or X.int8xC, without a tensor, so that
-    it is renamed as the others are (FORM). Or, if none is such integers, it has X.scales (N, 1) and is e4m3, or floats
-    that can become e4m3 with these scales.
-    quant: "integers", "fp8" or None: what matrices can stay. floats: {a format: how many matrices are floats here, and
-    stay so}. folder: of a GGUF file, a TemporaryDirectory with its other files.
+    A matrix X is X.weight. If any matrices can stay integers, these do; else those that can stay e4m3 do.
     """
 
     def __init__(self, plain, matrices):
-        """plain: {name: a function that returns the tensor}; matrices: {X: Matrix}."""
-        last = {name: name.rpartition(".")[2] for name in matrices}
-        stay = {name for name, m in matrices.items() if m.group and last[name] in MATRICES}
-        e4m3 = {name for name, m in matrices.items() if m.scales and not m.group and last[name] in MATRICES}
-        self.quant = "integers" if stay else "fp8" if e4m3 else None
-        self.tensors, self.floats, self.folder = dict(plain), Counter(), None
-        for name, m in matrices.items():
-            if name in stay:
-                parts = {"weight": m.q, "scales": m.scales, "zeros": m.zeros, f"int{m.bits}x{m.group}": None}
-                self.tensors |= {f"{name}.{part}": read for part, read in parts.items()}
-            elif not stay and name in e4m3:
-                self.tensors |= {f"{name}.weight": m.q or m.floats, f"{name}.scales": m.scales}
-            else:
-                self.tensors[f"{name}.weight"] = m.floats
-                self.floats[m.kind] += 1
+        """plain: {name: a function that returns the tensor}; matrices: {X: Stored}."""
+        forms = {name: m.form for name, m in matrices.items() if m.form and name.rpartition(".")[2] in MATRICES}
+        integers = {name for name, form in forms.items() if form != E4M3}
+        self.kept = {name: form for name, form in forms.items() if name in integers or not integers}
+        self.plain = dict(plain)
+        self.matrices = matrices
+        self.floats = Counter(m.kind for name, m in matrices.items() if name not in self.kept)
 
     def names(self):
-        return list(self.tensors)
+        return [*self.plain, *(f"{name}.weight" for name in self.matrices)]
+
+    def form(self, name):
+        return self.kept.get(name.removesuffix(".weight"))
 
     def read(self, name):
+        path = name.removesuffix(".weight")
         with errors_of(name):
-            tensor = self.tensors[name]()
-            is_float = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-            has_scales = name.removesuffix("weight") + "scales" in self.tensors
-            if name.endswith(".weight") and not is_float and not has_scales:
-                raise InputError(f"it is in {str(tensor.dtype)[6:]}, but its scales are missing")
+            if path in self.matrices:
+                matrix = self.matrices[path]
+                return matrix.quantized() if path in self.kept else matrix.floats()
+            tensor = self.plain[name]()
+            if name.endswith(".weight") and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
+                raise InputError(f"it is in {dtype_name(tensor.dtype)}, but its scales are missing")
             return tensor
 
 
@@ -217,14 +190,15 @@ def float_scales(scales):
         exponents = scales.view(torch.uint8).float()
         return torch.exp2(exponents - 127).masked_fill_(exponents == 255, math.nan)
     if not scales.is_floating_point() or scales.itemsize == 1:
-        raise InputError(f"scales in {str(scales.dtype)[6:]} are not read")
+        raise InputError(f"scales in {dtype_name(scales.dtype)} are not read")
     return scales.float()
 
 
 def words(tensor, bits=4):
     """Return integers of 4 or 8 bits (..., 32 / bits * M) uint8, of int32 words (..., M), lowest bits first."""
     if tensor.dtype != torch.int32 or bits not in (4, 8):
-        raise InputError(f"integers of {bits} bits in {str(tensor.dtype)[6:]} are not read, only 4 or 8 bits in int32")
+        given = f"integers of {bits} bits in {dtype_name(tensor.dtype)}"
+        raise InputError(f"{given} are not read, only 4 or 8 bits in int32")
     data = tensor.contiguous().view(torch.uint8)
     return unpack(data) if bits == 4 else data
 
@@ -254,79 +228,118 @@ def block_sizes(shape, scales, sizes, others=()):
     return fitting[0]
 
 
-def with_points(kind, parts, stored, q, points, K, bits, settings, symmetric=False, index=None):
-    """Return the Matrix scales (q - points); stored(), the scales as the file has them, and points() are (N, G).
+class Affine(Stored):
+    """Integers in groups: W = scales q + zeros.
 
-    symmetric: whether the settings say that all points are in the middle. index: the part that names columns' groups.
+    A subclass has q() (N, K) int8, from 0 to 15 if they have 4 bits, scales() and zeros() (N, G) float32.
     """
-    N, G = stored().shape
-    if stored().dtype in EXPONENTS:
-        raise InputError("scales that are exponents of 2 are read in 8-bit formats and MXFP4 alone")
-    check_label("the number of bits", bits, labels(settings, "bits", "w_bit", "num_bits"))
-    _, size = block_sizes((N, K), (N, G), group_sizes(settings))
 
-    def scales():
-        return float_scales(stored())
+    index = None  # (K,): the group of each column, if groups are not neighbours of one size
 
-    middle = 128 if bits == 8 else 0  # what is subtracted from 8 bits, so that they are signed
+    def floats(self):
+        w, s, z = self.q().float(), self.scales(), self.zeros()
+        if self.index is not None:
+            return w.mul_(s[:, self.index]).add_(z[:, self.index])
+        return w.unflatten(-1, (s.shape[-1], -1)).mul_(s[..., None]).add_(z[..., None]).flatten(-2)
 
-    def integers():
-        return (q() - middle).view(torch.int8)  # bytes, which overflow to the negative numbers that are meant
+    def quantized(self):
+        q = self.q()
+        return in_groups(Integers(q, self.scales(), self.zeros()), q.shape[-1] // self.form.columns)
 
-    def zeros():
-        s, z = scales(), points()
+
+class Pointed(Affine):
+    """W = scales (q - points). A subclass has points() (N, G) and stored_q() (N, K) uint8."""
+
+    def __init__(self, settings, bits, K, symmetric, order=None):
+        """symmetric: whether the settings say that all points are in the middle. order: the part that is `index`."""
+        self.bits = bits
+        self.offset = 128 if bits == 8 else 0  # is subtracted from 8 bits, so that they are signed
+        self.symmetric = symmetric
+        stored = self.stored_scales()
+        N, G = stored.shape
+        if stored.dtype in EXPONENTS:
+            raise InputError("scales that are exponents of 2 are read in 8-bit formats and MXFP4 alone")
+        check_label("the number of bits", bits, labels(settings, "bits", "w_bit", "num_bits"))
+        _, size = block_sizes((N, K), (N, G), group_sizes(settings))
+        groups = torch.arange(K) // size
+        index = self.parts[order]() if order in self.parts else groups
+        if index.is_floating_point() or index.shape != (K,) or not 0 <= index.amin() <= index.amax() < G:
+            raise InputError(f"columns' groups are {K} whole numbers from 0 to {G - 1}")
+        if size * G != K or not torch.equal(index, groups):  # else an order that changes nothing
+            self.index = index.long()
+        else:
+            self.form = integer_form(bits, K, G)
+
+    def stored_scales(self):
+        """Return the scales (N, G) as the source has them."""
+        return self.parts["scales"]().mT
+
+    def scales(self):
+        return float_scales(self.stored_scales())
+
+    def q(self):
+        # bytes overflow to the negative numbers that are meant
+        return (self.stored_q() - self.offset).view(torch.int8)
+
+    def zeros(self):
+        s, z, middle = self.scales(), self.points(), 2 ** (self.bits - 1)
         if s.shape != z.shape:
             raise InputError(f"zero points {tuple(z.shape)} do not fit scales {tuple(s.shape)}")
-        if symmetric and z.ne(2 ** (bits - 1)).any():
-            raise InputError(f"its zero points are not all {2 ** (bits - 1)}, but quantization_config says symmetric")
-        return -s * (z - middle)
-
-    groups, index = torch.arange(K) // size, parts[index]() if index in parts else None
-    if index is not None and (
-        index.is_floating_point() or index.shape != (K,) or not 0 <= index.amin() <= index.amax() < G
-    ):
-        raise InputError(f"columns' groups are {K} whole numbers from 0 to {G - 1}")
-    if index is None or torch.equal(index, groups):  # act-order that changes nothing
-        index = None if size * G == K else groups
-    return affine(kind, integers, scales, zeros, K, G, bits, index if index is None else index.long())
+        if self.symmetric and z.ne(middle).any():
+            raise InputError(f"its zero points are not all {middle}, but quantization_config says symmetric")
+        return -s * (z.float() - self.offset)
 
 
-def awq(parts, settings):
-    versions = {version.lower() for version in labels(settings, "version", "checkpoint_format", "format")}
-    bits = 32 * parts["qweight"]().shape[-1] // parts["scales"]().shape[-1]
-    if versions - {"gemm"} or bits != 4:
-        raise InputError("of AWQ only version 'gemm' of 4 bits is read")
+class Awq(Pointed):
+    kind = "AWQ"
 
-    def rows(name):  # (..., N / 8) -> (N, ...)
-        return words(parts[name]()).unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2).mT
+    def __init__(self, parts, settings):
+        self.parts = parts
+        versions = {version.lower() for version in labels(settings, "version", "checkpoint_format", "format")}
+        bits = 32 * self.parts["qweight"]().shape[-1] // self.parts["scales"]().shape[-1]
+        if versions - {"gemm"} or bits != 4:
+            raise InputError("of AWQ only version 'gemm' of 4 bits is read")
+        symmetric = labels(settings, "zero_point") == {False}
+        super().__init__(settings, bits, len(self.parts["qweight"]()), symmetric)
 
-    stored, symmetric = lambda: parts["scales"]().mT, labels(settings, "zero_point") == {False}
-    K = len(parts["qweight"]())
-    return with_points("AWQ", parts, stored, lambda: rows("qweight"), lambda: rows("qzeros"), K, 4, settings, symmetric)
+    def rows(self, part):
+        """Return integers (N, ...) of words (..., N / 8)."""
+        return words(self.parts[part]()).unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2).mT
+
+    def stored_q(self):
+        return self.rows("qweight")
+
+    def points(self):
+        return self.rows("qzeros")
 
 
-def gptq(parts, settings):
-    versions = labels(settings, "checkpoint_format", "format") or {"gptq"}
-    if len(versions) > 1 or not versions <= {"gptq", "gptq_v2"} or settings.get("is_marlin_format"):
-        raise InputError(f"checkpoint_format {min(versions)!r} of GPTQ is not read, only 'gptq' and 'gptq_v2' are")
-    bits, symmetric = 32 * parts["qzeros"]().shape[-1] // parts["scales"]().shape[-1], labels(settings, "sym") == {True}
+class Gptq(Pointed):
+    kind = "GPTQ"
 
-    def q():
-        return words(parts["qweight"]().mT, bits)
+    def __init__(self, parts, settings):
+        self.parts = parts
+        self.versions = labels(settings, "checkpoint_format", "format") or {"gptq"}
+        if len(self.versions) > 1 or not self.versions <= {"gptq", "gptq_v2"} or settings.get("is_marlin_format"):
+            what = f"checkpoint_format {min(self.versions)!r} of GPTQ is not read"
+            raise InputError(f"{what}, only 'gptq' and 'gptq_v2' are")
+        if labels(settings, "desc_act") == {True} and "g_idx" not in parts:
+            raise InputError("has no g_idx, but desc_act says that its columns are in another order")
+        bits = 32 * self.parts["qzeros"]().shape[-1] // self.parts["scales"]().shape[-1]
+        K = len(self.parts["qweight"]()) * 32 // (bits or 1)
+        super().__init__(settings, bits, K, labels(settings, "sym") == {True}, "g_idx")
 
-    def points():
-        stored, middle = words(parts["qzeros"](), bits).mT.int(), 2 ** (bits - 1)
-        if symmetric and stored.unique().tolist() in ([middle - 1], [middle]):  # whatever version the file says it is
+    def stored_q(self):
+        return words(self.parts["qweight"]().mT, self.bits)
+
+    def points(self):
+        stored, middle = words(self.parts["qzeros"](), self.bits).mT.int(), 2 ** (self.bits - 1)
+        if self.symmetric and stored.unique().tolist() in ([middle - 1], [middle]):  # whatever the version says
             return torch.full_like(stored, middle)
-        return (stored + ("gptq" in versions)) % 2**bits  # version 1 stores one less, and 0 as the largest integer
-
-    if labels(settings, "desc_act") == {True} and "g_idx" not in parts:
-        raise InputError("has no g_idx, but desc_act says that its columns are in another order")
-    stored, K = lambda: parts["scales"]().mT, len(parts["qweight"]()) * 32 // (bits or 1)
-    return with_points("GPTQ", parts, stored, q, points, K, bits, settings, symmetric, "g_idx")
+        # version 1 stores one less, and 0 as the largest integer
+        return (stored + ("gptq" in self.versions)) % 2**self.bits
 
 
-def check_points(parts, settings):
+def is_symmetric(parts, settings):
     """Return whether compressed-tensors' settings say symmetric; raise InputError if zero points are missing."""
     symmetric = labels(settings, "symmetric")
     if symmetric == {False} and "weight_zero_point" not in parts:
@@ -334,106 +347,124 @@ def check_points(parts, settings):
     return symmetric == {True}
 
 
-def packed(parts, settings):
-    """compressed-tensors' pack-quantized: what is stored is 2^(bits - 1) more than the signed integers."""
-    N, K = map(int, parts["weight_shape"]().tolist())
-    bits, symmetric = 32 * parts["weight_packed"]().shape[-1] // K, check_points(parts, settings)
-    check_label("what it stores", "int", labels(settings, "type"))
-    if len(parts["weight_packed"]()) != N:
-        raise InputError(f"{len(parts['weight_packed']())} rows do not fit weight_shape {N}, {K}")
-    if labels(settings, "actorder") == {"group"} and "weight_g_idx" not in parts:
-        raise InputError("has no weight_g_idx, but actorder says that its columns are in another order")
+class PackQuantized(Pointed):
+    """compressed-tensors' format: what is stored is 2^(bits - 1) more than the signed integers."""
 
-    def stored():
-        s = parts["weight_scale"]()
-        return s.expand(N, 1) if s.numel() == 1 else s.reshape(len(s), -1)
+    kind = "pack-quantized"
 
-    def points():
-        if "weight_zero_point" not in parts:
-            return torch.full(stored().shape, 2.0 ** (bits - 1))
-        z = parts["weight_zero_point"]()
-        return z + 2.0 ** (bits - 1) if z.dtype == torch.int8 else words(z.mT, bits)[:, :N].mT
+    def __init__(self, parts, settings):
+        self.parts = parts
+        N, K = self.shape = [*map(int, self.parts["weight_shape"]().tolist())]
+        stored, symmetric = self.parts["weight_packed"](), is_symmetric(parts, settings)
+        check_label("what it stores", "int", labels(settings, "type"))
+        if len(stored) != N:
+            raise InputError(f"{len(stored)} rows do not fit weight_shape {N}, {K}")
+        if labels(settings, "actorder") == {"group"} and "weight_g_idx" not in parts:
+            raise InputError("has no weight_g_idx, but actorder says that its columns are in another order")
+        super().__init__(settings, 32 * stored.shape[-1] // K, K, symmetric, "weight_g_idx")
 
-    def q():
-        return words(parts["weight_packed"](), bits)[:, :K]
+    def stored_scales(self):
+        s = self.parts["weight_scale"]()
+        return s.expand(self.shape[0], 1) if s.numel() == 1 else s.reshape(len(s), -1)
 
-    return with_points("pack-quantized", parts, stored, q, points, K, bits, settings, symmetric, "weight_g_idx")
+    def stored_q(self):
+        return words(self.parts["weight_packed"](), self.bits)[:, : self.shape[1]]
+
+    def points(self):
+        middle = 2.0 ** (self.bits - 1)
+        if "weight_zero_point" not in self.parts:
+            return torch.full(self.stored_scales().shape, middle)
+        z = self.parts["weight_zero_point"]()
+        return z + middle if z.dtype == torch.int8 else words(z.mT, self.bits)[:, : self.shape[0]].mT
 
 
-def scaled(parts, settings, name="weight_scale"):
+class Scaled(Stored):
     """FP8, or 8-bit integers, with a scale for each block, group of columns, row or tensor."""
-    w, kept = parts["weight"](), parts[name]()
-    shape, symmetric, kind = tuple(w.shape), check_points(parts, settings), str(w.dtype).removeprefix("torch.")
-    if w.dtype not in SCALED:
-        raise InputError(f"weights in {kind} with scales are not read")
-    check_label("what it stores", "int" if w.dtype == torch.int8 else "float", labels(settings, "type"))
-    check_label("the format of its weights", kind[:11], {f"float8_{fmt[:4]}" for fmt in labels(settings, "fmt")})
-    if kept.dtype == torch.uint8:
-        check_label("the format of its scales", "ue8m0", labels(settings, "scale_fmt"))
-        check_label("the type of its scales", "torch.uint8", labels(settings, "scale_dtype"))
-    blocks = [settings.get("weight_block_size"), *(group.get("block_structure") for group in weight_groups(settings))]
-    blocks = {tuple(block) for block in blocks if block} | group_sizes(settings)
-    scales_shape = tuple(kept.shape) if kept.dim() > 1 else (kept.numel(), 1)
-    sizes = block_sizes(shape, scales_shape, blocks, {shape, (1, shape[-1])})
 
-    def spread(values):  # (rows, columns) of blocks -> (N, K)
-        row, column = (torch.arange(n) // size for n, size in zip(shape, sizes, strict=True))
-        return values.reshape(-(-shape[0] // sizes[0]), -1)[row][:, column]
+    kind = "8 bits with scales"
 
-    def floats():
-        w, s = parts["weight"]().float(), float_scales(parts[name]())
-        if "weight_zero_point" in parts:
-            z = parts["weight_zero_point"]().float()
-            if z.shape != s.shape or symmetric and z.any():
+    def __init__(self, parts, settings):
+        self.parts = parts
+        self.scale_name = next(name for name in SCALE_NAMES if name in parts)
+        w, scales, self.symmetric = self.parts["weight"](), self.parts[self.scale_name](), is_symmetric(parts, settings)
+        self.shape, kind = tuple(w.shape), dtype_name(w.dtype)
+        if w.dtype not in SCALED:
+            raise InputError(f"weights in {kind} with scales are not read")
+        check_label("what it stores", "int" if w.dtype == torch.int8 else "float", labels(settings, "type"))
+        check_label("the format of its weights", kind[:11], {f"float8_{fmt[:4]}" for fmt in labels(settings, "fmt")})
+        if scales.dtype == torch.uint8:
+            check_label("the format of its scales", "ue8m0", labels(settings, "scale_fmt"))
+            check_label("the type of its scales", "torch.uint8", labels(settings, "scale_dtype"))
+        blocks = [settings.get("weight_block_size")]
+        blocks += [group.get("block_structure") for group in weight_groups(settings)]
+        blocks = {tuple(block) for block in blocks if block} | group_sizes(settings)
+        scales_shape = tuple(scales.shape) if scales.dim() > 1 else (scales.numel(), 1)
+        self.block = block_sizes(self.shape, scales_shape, blocks, {self.shape, (1, self.shape[-1])})
+        if w.dtype == torch.float8_e4m3fn and "weight_zero_point" not in parts:
+            self.form = E4M3
+
+    def scales(self):
+        return float_scales(self.parts[self.scale_name]())
+
+    def spread(self, values):
+        """Return values of blocks, (rows, columns) of these, as (N, K)."""
+        row, column = (torch.arange(n) // size for n, size in zip(self.shape, self.block, strict=True))
+        return values.reshape(-(-self.shape[0] // self.block[0]), -1)[row][:, column]
+
+    def floats(self):
+        w, s = self.parts["weight"]().float(), self.scales()
+        if "weight_zero_point" in self.parts:
+            z = self.parts["weight_zero_point"]().float()
+            if z.shape != s.shape or self.symmetric and z.any():
                 raise InputError(f"zero points {tuple(z.shape)} do not fit scales {tuple(s.shape)} or symmetric: true")
-            w -= spread(z)
-        return w.mul_(spread(s))
+            w -= self.spread(z)
+        return w.mul_(self.spread(s))
 
-    def scales():
-        return float_scales(parts[name]()).reshape(-1, 1).expand(shape[0], 1)
-
-    if w.dtype != torch.float8_e4m3fn or "weight_zero_point" in parts:
-        return Matrix("8 bits with scales", floats)
-    if sizes[1] == shape[1] and sizes[0] in (1, shape[0]):
-        return Matrix("8 bits with scales", floats, 0, parts["weight"], scales)
-    return Matrix("8 bits with scales", floats, scales=lambda: rounding.e4m3_power_of_two(floats()))
+    def quantized(self):
+        N, K = self.shape
+        if self.block[1] == K and self.block[0] in (1, N):
+            return Fp8(self.parts["weight"](), self.scales().reshape(-1, 1).expand(N, 1))
+        w = self.floats()
+        return Fp8(w, rounding.e4m3_power_of_two(w))
 
 
-def mxfp4(parts, settings):
+class Mxfp4(Stored):
     """gpt-oss's: blocks (E, N, K / 32, 16) of two numbers in a byte, scales (E, N, K / 32), exponents of 2."""
-    if {parts["blocks"]().dtype, parts["scales"]().dtype} != {torch.uint8}:
-        raise InputError("MXFP4 has blocks and scales of bytes")
-    shape, of_scales = parts["blocks"]().shape, parts["scales"]().shape
-    if shape[-1:] != (16,) or of_scales != shape[:-1]:
-        raise InputError(
-            f"MXFP4 has blocks (E, N, K / 32, 16) and scales (E, N, K / 32), not {(*shape,)}, {(*of_scales,)}"
-        )
 
-    def floats():
-        blocks, table = parts["blocks"](), torch.tensor([*FP4, *(-x for x in FP4)])
+    kind = "MXFP4"
+
+    def __init__(self, parts, settings):
+        self.parts = parts
+        blocks, scales = self.parts["blocks"](), self.parts["scales"]()
+        if {blocks.dtype, scales.dtype} != {torch.uint8}:
+            raise InputError("MXFP4 has blocks and scales of bytes")
+        if blocks.shape[-1:] != (16,) or scales.shape != blocks.shape[:-1]:
+            given = f"{(*blocks.shape,)}, {(*scales.shape,)}"
+            raise InputError(f"MXFP4 has blocks (E, N, K / 32, 16) and scales (E, N, K / 32), not {given}")
+
+    def floats(self):
+        blocks, table = self.parts["blocks"](), torch.tensor([*FP4, *(-x for x in FP4)])
         w = torch.empty(*blocks.shape[:-2], blocks.shape[-2] * 32, dtype=torch.bfloat16)  # which holds them exactly
-        for expert, b, s in zip(w, blocks, parts["scales"](), strict=True):
+        for expert, b, s in zip(w, blocks, self.parts["scales"](), strict=True):
             expert.copy_((table[unpack(b).int()] * float_scales(s)[..., None]).flatten(-2))
         return w
 
-    return Matrix("MXFP4", floats)
-
 
 def compressed(parts, settings):
-    """compressed-tensors' matrices, whose format may differ by module."""
+    """Return a matrix of compressed-tensors, whose format may differ by module."""
     part = "weight_packed" if "weight_packed" in parts else "weight"
     groups = (settings.get("config_groups") or {}).values()
     said = {settings.get("format"), *(group.get("format") for group in groups)} - {None, "mixed-precision"}
     if said and not said & {*COMPRESSED[part]}:
         raise InputError(f"of the format {', '.join(sorted(map(repr, said)))} no {part} is read")
-    return (packed if part == "weight_packed" else scaled)(parts, settings)
+    return (PackQuantized if part == "weight_packed" else Scaled)(parts, settings)
 
 
 WORDS = "qweight", "qzeros", "scales"
-FP8 = {name: (functools.partial(scaled, name=name), ("weight", name)) for name in ("weight_scale_inv", "weight_scale")}
+FP8 = {name: (Scaled, ("weight", name)) for name in SCALE_NAMES}
 METHODS = {  # quant_method: {a part that every quantized matrix has: (its reader, all parts that it reads)}
-    "awq": {"qweight": (awq, WORDS)}, "gptq": {"qweight": (gptq, (*WORDS, "g_idx"))}, "fp8": FP8, "fbgemm_fp8": FP8,
-    "mxfp4": {"blocks": (mxfp4, ("blocks", "scales"))},
+    "awq": {"qweight": (Awq, WORDS)}, "gptq": {"qweight": (Gptq, (*WORDS, "g_idx"))}, "fp8": FP8, "fbgemm_fp8": FP8,
+    "mxfp4": {"blocks": (Mxfp4, ("blocks", "scales"))},
     "compressed-tensors": {
         "weight_packed": (compressed, (
             "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
@@ -486,7 +517,7 @@ def dequantizing(source, values, path):
     if in_8_bits:
         what = (
             "activations get a scale for each token, the cache stays"
-            if result.quant == "fp8"
+            if E4M3 in result.kept.values()
             else "activations and the cache stay"
         )
         print(f"{what} floats, whatever quantization_config says of them")

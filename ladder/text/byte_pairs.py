@@ -5,10 +5,28 @@ import json
 from ladder.checkpoints.checkpoint import read_json, read_text
 from ladder.errors import InputError
 
-WORDS = (  # the pattern of words that many models share, but for what follows \\p{N}: how many digits are a word
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_PATTERN, QWEN2_PATTERN = WORDS % "{1,3}", WORDS % ""
+ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # of English words
+BEFORE = r"[^\r\n\p{L}\p{N}]?"  # the letters of a word
+
+
+def split_pattern(letters, digits, after_signs=r"\r\n"):
+    """Return the pattern by which many models split a text into words.
+
+    letters: the pattern of words of letters. digits: how many digits are a word. after_signs: the characters that
+    belong to the signs before them.
+    """
+    return rf"{letters}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[{after_signs}]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def cased_words(endings, but=""):
+    """Return the pattern of words that begin anew at an upper case after a lower one. but: letters that are none."""
+    upper, lower = (rf"[\p{{L{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]" for case in (r"u}\p{Lt", "l"))
+    return f"{BEFORE}{upper}*{lower}+{endings}|{BEFORE}{upper}+{lower}*{endings}"
+
+
+PLAIN_WORDS = rf"{ENDINGS}|{BEFORE}\p{{L}}+"
+LLAMA3_PATTERN = split_pattern(PLAIN_WORDS, "{1,3}")
+QWEN2_PATTERN = split_pattern(PLAIN_WORDS, "")
 TOKENIZER_CLASSES = {  # {tokenizer_class of transformers: (normalizer, pattern of words; None: GPT-2's)}
     "GPT2Tokenizer": (None, None), "GPTNeoXTokenizer": ("NFC", None), "Qwen2Tokenizer": ("NFC", QWEN2_PATTERN),
 }  # fmt: skip

@@ -5,7 +5,7 @@ from itertools import count
 
 from ladder.checkpoints.checkpoint import read_json
 from ladder.errors import InputError
-from ladder.text.byte_pairs import LLAMA3_PATTERN
+from ladder.text.byte_pairs import ENDINGS, LLAMA3_PATTERN, cased_words, split_pattern
 from ladder.text.tokenizer import SplittingTokenizer
 
 # The file contains neither the pattern that splits words nor the special tokens. Llama 3's is known by its number of
@@ -24,12 +24,8 @@ LLAMA3_SPECIAL = {
 }  # fmt: skip
 LLAMA3_ENDS = "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"
 KIMI_CLASS = "TikTokenTokenizer"
-UPPER, LOWER = (rf"[\p{{L{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for case in (r"u}\p{Lt", "l"))
-WORD, SUFFIX = r"|[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-KIMI_PATTERN = (
-    rf"[\p{{Han}}]+{WORD}{UPPER}*{LOWER}+{SUFFIX}{WORD}{UPPER}+{LOWER}*{SUFFIX}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+KIMI_WORDS = cased_words(f"{ENDINGS}?", but=r"&&[^\p{Han}]")
+KIMI_PATTERN = split_pattern(rf"[\p{{Han}}]+|{KIMI_WORDS}", "{1,3}")
 
 
 def read_labels(folder):

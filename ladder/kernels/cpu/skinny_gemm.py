@@ -15,7 +15,7 @@ from ladder.errors import InputError
 from ladder.kernels import compilers
 from ladder.kernels.cpp import load_operators
 from ladder.kernels.huge_pages import empty_in_huge_pages
-from ladder.kernels.quant_linear import Layout, add_bias, unpack
+from ladder.kernels.quant_linear import Layout, add_bias, pack_pairs, unpack
 
 # Up to so many rows of x skinny_gemm.cpp is faster (benchmarks/decode.md): than oneDNN and, for integers, than floats
 # made of them. Where oneDNN has no bfloat16, it always is.
@@ -208,7 +208,7 @@ def _unpacked(packed, N, K, bits):
         return (q[:, :K] ^ 128).view(torch.int8), scales.contiguous(), None
     q = q.unflatten(-1, (-1, 4))
     q = torch.stack((q & 15, q >> 4), dim=-2).flatten(1)  # (N, K)
-    return q[:, ::2] | q[:, 1::2] << 4, scales.contiguous(), zeros.contiguous()
+    return pack_pairs(q), scales.contiguous(), zeros.contiguous()
 
 
 def multiply(x, linear):

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from ladder.kernels.quant_linear import PLAIN_FORWARD, PLAIN_STORED, Layout, add_bias, to_fp8, unpack
+from ladder.kernels.quant_linear import PLAIN_FORWARD, PLAIN_STORED, Layout, add_bias, pack_pairs, to_fp8, unpack
 from ladder.kernels.registry import Kernel
 
 TRITON_INT8_ROWS = 16  # up to so many rows of x are multiplied by int8_rows.py
@@ -90,7 +90,7 @@ def pack_int4(linears):
         pairs = torch.stack((scales, zeros + 8 * scales), dim=-1).bfloat16()  # W = (q - 8) scale + middle
         n = torch.arange(8 * 128, device=linear.weight.device).view(8, 128)
         digits = (torch.cat((n, n >> 4, n >> 8)) & 15).byte()  # three tiles
-        low, middle, high = unpack_tiles(pack(digits[:, ::2] | digits[:, 1::2] << 4)).long()
+        low, middle, high = unpack_tiles(pack(pack_pairs(digits))).long()
         order = (low | middle << 4 | high << 8).flatten().argsort()  # (1024,)
         packed = pack(linear.weight)
         linear.pack(LAYOUT, packed=packed, packed_scales=pairs.transpose(0, 1).contiguous(), packed_order=order)
@@ -125,7 +125,7 @@ def unpacked_integers(linear):
     """Return (weight, scales, zeros) of a packed QuantLinear in the checkpoint's order; the scales in float32."""
     q = integers_of(linear)
     scales, middle = linear.packed_scales.transpose(0, 1).float().unbind(-1)  # (N, G)
-    return q[:, ::2] | q[:, 1::2] << 4, scales.contiguous(), middle - 8 * scales
+    return pack_pairs(q), scales.contiguous(), middle - 8 * scales
 
 
 LAYOUT = Layout("PyTorch's int4 kernel", multiply_int4, unpacked_integers)
