@@ -68,7 +68,6 @@ class EightBits(Group):
     def __init__(self, inner, second, rank, tp_size, device):
         super().__init__("int8", inner, rank, tp_size)
         self.second = second
-        self.own_rank = rank
         self.tp_size = tp_size
         self.on_host = getattr(inner, "on_host", frozenset())
         self.thread = self.stream = None
@@ -101,16 +100,10 @@ class EightBits(Group):
     def _exchange(self, message):
         """Send a message (1, bytes) to the other rank; return a function that waits, and returns the sum (n)."""
         messages = message.new_empty(self.tp_size, message.shape[-1])
-        if message.is_cuda:  # NCCL's sends would wait for one another
-            works = [self.inner.allgather_into_tensor_coalesced([messages], [message])]
-        else:  # gloo's gather takes 1.5 times as long over a slow link
-            other = 1 - self.own_rank
-            works = [self.inner.recv([messages[other]], other, 0), self.inner.send([message], other, 0)]
-            messages[self.own_rank] = message[0]
+        work = self.inner.allgather_into_tensor_coalesced([messages], [message])
 
-        def read(kept=message):
-            for work in works:
-                work.wait()
+        def read():
+            work.wait()
             return read_message(messages).sum(0)
 
         return read
