@@ -5,7 +5,7 @@ python -m benchmarks.two_machines --show two-machines.jsonl
 
 The model has the layers of Llama 3.2 1B, 32,000 words and an output head of its own, all random and in 4 bits in groups
 of 32. --peer: a folder with distributed-llama's dllama and, of this shape, model.m and tokenizer.t, as its converter
-writes them. It is run twice, since it first sends the weights over the link.
+writes them. It is run once, since it first sends the weights over the link.
 """
 
 import copy
@@ -72,7 +72,7 @@ def measure(world, comm, run, steps):
         logits = run()
         generate.sample(logits[:, 0] if logits.dim() == 3 else logits, comm, sampler).tolist()
 
-    step()  # both ranks begin together
+    world.gather(None)  # both ranks begin together
     before = int(SENT.read_text())
     seconds = timed(world.device, lambda: [step() for _ in range(steps)])
     return {"ms": 1e3 * seconds / steps, "bytes": (int(SENT.read_text()) - before) / steps}
@@ -91,9 +91,9 @@ def run_peer(world, folder):
         words += ["--prompt", PROMPT, "--steps", "320", "--max-seq-len", "1024", "--temperature", "0", "--seed", "1"]
         words += ["--nthreads", "1", "--workers", f"10.77.0.2:{port}"]
         text = subprocess.run([program, *words], cwd=folder, capture_output=True, text=True, errors="replace").stdout
-        line = r"{} *(\d+) ms Sync *\d+ ms \| Sent *(\d+) kB"
-        tokens = [(int(ms), int(kb)) for ms, kb in re.findall(line.format("Pred"), text)]
-        chunks = [(int(ms), int(kb)) for ms, kb in re.findall(line.format("Eval"), text)]
+        line = r"{} *(\d+) ms Sync *(\d+) ms \| Sent *(\d+) kB"  # Sync comes on top
+        tokens = [(int(ms) + int(sync), int(kb)) for ms, sync, kb in re.findall(line.format("Pred"), text)]
+        chunks = [(int(ms) + int(sync), int(kb)) for ms, sync, kb in re.findall(line.format("Eval"), text)]
         found["decode", 1] = [{"ms": ms, "bytes": 1024 * kb} for ms, kb in tokens]
         found["prefill", 256] = [{"ms": sum(ms for ms, _ in chunks), "bytes": 1024 * sum(kb for _, kb in chunks)}]
     world.gather(None)  # rank 0 is done
@@ -114,7 +114,7 @@ def lines_of(args, world):
             some = {key: way for key, way in ways.items() if kind in key}
             for key, timings in in_turns(some, repeats).items():
                 runs[key].extend(timings)
-        if args.peer and round_number in (0, args.rounds - 1):
+        if args.peer and round_number == args.rounds // 2:
             for case, some in run_peer(world, args.peer).items():
                 runs.setdefault(("q80", "distributed-llama", *case), []).extend(some)
         world.say(f"{args.link}: round {round_number + 1} of {args.rounds}")
