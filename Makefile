@@ -88,7 +88,7 @@ gpu-adapt: $(MODEL)/config.json
 			--json $$out/results.jsonl; \
 	done; $(PYTHON) -m extras.training.curves $$out/*/log.jsonl --plot $$out/curves.png
 
-# lines, words and flags, as a table
+# tokens, words, flags and places of ideas, as a table
 size: .venv/requirements.txt
 	.venv/bin/python -m benchmarks.size
 

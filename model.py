@@ -89,9 +89,11 @@ class Config:
     @functools.cached_property
     def layer_wirings(self):
         """The Wiring of each layer, as a tuple: the named one, or where NAME:N leaves a layer out, usually standard."""
-        named = self.named_wiring
+        named, left_out = self.named_wiring, self.named_wiring.left_out()
         chosen = wiring_text.choose_layers(self.parsed, named, self.n_layers)
-        return tuple(named if i in chosen else named.left_out() for i in range(self.n_layers))
+        if len(chosen) < self.n_layers and not named.can_run(left_out):
+            raise InputError(f"wiring {self.wiring}: its loop cannot run layers that are {left_out.about!r}")
+        return tuple(named if i in chosen else left_out for i in range(self.n_layers))
 
     def find(self, kind):
         """Return the Architecture of this class, or None."""
@@ -309,8 +311,13 @@ class Wiring:
         return dataclasses.replace(self, stale=parsed.stale or self.stale)
 
     def left_out(self):
-        """Return the Wiring of the layers that NAME:n leaves out."""
+        """Return the Wiring of the layers that NAME:n leaves out, which this wiring's loop runs, too."""
         return WIRINGS["standard"]
+
+    def can_run(self, other):
+        """Return whether this wiring's loop runs single layers of the other one as their own would."""
+        same_loop = other.loop in (self.loop, residual_loop)
+        return same_loop and other.blocks == 1 and other.reads_partials <= self.reads_partials
 
     def check(self, config):
         """Raise InputError for a Config that this wiring is not for."""
@@ -379,7 +386,10 @@ def _run_blocks(sublayer, side_by_side, x):  # usually of one block
 
 
 class Linear(nn.Linear):
-    """PyTorch's linear. Functions marked @plain are what the model computes: edit them. See docs/change-it.md."""
+    """PyTorch's linear; with integers a QuantLinear is in its place.
+
+    Functions marked @plain are what the model computes: edit them. See docs/change-it.md.
+    """
 
     @plain
     def forward(self, x):

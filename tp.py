@@ -62,16 +62,16 @@ class TensorParallel(Collectives):
     def wait(self, pending):
         return torch.ops._c10d_functional.wait_tensor(pending)
 
-    # Settle and pin are those of Collectives. In compiled code the kernels of ladder/kernels/ordered.py stand in for
-    # these two, and keep the order, without which nothing overlaps: so not with --plain.
+    # In compiled code the kernels of ladder/kernels/ordered.py stand in for these two, and keep the order. Without it
+    # nothing overlaps: so not with --plain.
 
     @plain
     def settle(self, x, pending, newer=()):
-        return x + self.wait(pending)
+        return Collectives.settle(self, x, pending, newer)
 
     @plain
     def pin(self, x, newer):
-        return x
+        return Collectives.pin(self, x, newer)
 
     def local_logits(self, logits):
         return pad_logits(logits, max(self.sizes)), self.first_id, self.vocab_size

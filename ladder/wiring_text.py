@@ -39,8 +39,9 @@ def parse_wiring(text, find_wiring):
     if text == name and not match:
         raise InputError(f"{text!r} is no name for a wiring: names end in a letter")
     if not match or unfit or any(number and int(number) == 0 for number in positive):
+        counts = "" if unfit or not match else "; these numbers count from 1"
         known = ", ".join(name + form for form in ("", *wiring.forms))
-        raise InputError(f"no such wiring: {text!r}; write {' or '.join(known.rsplit(', ', 1))}")
+        raise InputError(f"no such wiring: {text!r}; write {' or '.join(known.rsplit(', ', 1))}{counts}")
     if parameter and "-" in parameter:
         first, last = map(int, parameter.split("-"))
         parameter = range(first, last + 1)

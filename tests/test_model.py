@@ -78,7 +78,10 @@ CONFIGS = [  # changes and the line
     ({"wiring": "ladder:1,1"}, "distinct layers"),
     ({"wiring": "ladder:x"}, "; write ladder, ladder:N, ladder:I,J,..., ladder:I-J or ladder-K"),
     ({"wiring": "standard:3"}, "no such wiring: 'standard:3'; write standard"),
-    ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync, desync:N or desync/LANES"),
+    (
+        {"wiring": "desync:0"},
+        "no such wiring: 'desync:0'; write desync, desync:N or desync/LANES; these numbers count from 1",
+    ),
     ({"wiring": "pair:0,2"}, "wiring pair:0,2: its layers are wired in groups of 2 neighbours"),
     ({"wiring": "pair:2-1"}, "wiring pair:2-1 does not fit 3 layers"),
     ({"wiring": "ladder:1-999999999"}, "wiring ladder:1-999999999 does not fit 3 layers"),

@@ -270,6 +270,20 @@ def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words
 # A new wiring is one line of the table
 
 
+def test_a_loop_that_cannot_run_the_layers_left_out_is_refused(monkeypatch):
+    class LeavesOut(Wiring):
+        def left_out(self):
+            return model.find_wiring(self.about)
+
+    for other in "pair", "spd", "desync", "ladder":
+        monkeypatch.setitem(WIRINGS, "mine", LeavesOut(other, stale=1))
+        if other == "ladder":
+            assert change(BASE, wiring="mine:2").layer_wirings[0] == WIRINGS["ladder"]
+            continue
+        with pytest.raises(InputError, match="wiring mine:2: its loop cannot run layers that are "):
+            change(BASE, wiring="mine:2")
+
+
 def test_a_new_line_is_a_new_model_in_the_flags_and_the_files(monkeypatch, tmp_path, capsys):
     new = Wiring("both", (model.attention_plus_mlp,), stale=1, norms=("attention_norm",))
     monkeypatch.setitem(WIRINGS, "own-wiring", new)

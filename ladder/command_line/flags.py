@@ -147,7 +147,7 @@ def add_wiring_flags(parser):
     ]
     g = parser.add_argument_group("wiring", "how sublayers feed the residual stream; default: the checkpoint's own")
     g = g.add_mutually_exclusive_group()
-    g.add_argument("--wiring", metavar="NAME[-K][:N|:I,J,...|:I-J][/L]", help="\n".join(words))
+    g.add_argument("--wiring", metavar="NAME[-K][:N|:I,J,...|:I-J][/L]", help="\n".join(words).replace("%", "%%"))
     g.add_argument("--ladder", dest="wiring", action="store_const", const="ladder", help="means --wiring ladder")
 
 
