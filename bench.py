@@ -46,7 +46,8 @@ def load_models(config, wirings, args, world):
     configs, models, loaded = [rewired(config, wiring) for wiring in wirings], {}, {}
     for one in sorted(configs, key=lambda c: len({norm for w in c.layer_wirings for norm in w.norms}), reverse=True):
         # the wiring with the most norms comes first, so that its weights have all norms that others need
-        key = one.wiring if one.named_wiring.loader() else (*one.mlps,)  # which MLPs are sharded
+        has_own_shards = one.named_wiring.fixed_shards or one.named_wiring.loader(world.shares)
+        key = one.wiring if has_own_shards else (*one.mlps,)  # which MLPs are sharded
         if key in loaded:
             models[one.wiring] = copy.copy(loaded[key])
             models[one.wiring].config = one

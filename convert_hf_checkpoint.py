@@ -43,7 +43,8 @@ def open_source(source, revision=None, with_tokenizer=True):
     local = os.path.exists(path) or os.path.isdir(source.partition("/")[0]) or path.suffix in (".gguf", ".bin")
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
-    if os.path.isdir(path) and not os.path.isfile(path / "config.json") and (hint := checkpoint.explain(path)):
+    is_known = path.suffix == ".gguf" or os.path.isfile(path / "config.json")
+    if not is_known and (hint := checkpoint.explain(path)):
         files = sorted(path.glob("*.gguf"))
         hint = f": give the file itself: {files[0]}" if "is in GGUF" in hint else hint
         raise InputError(f"{source} cannot be converted{hint}")

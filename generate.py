@@ -53,7 +53,7 @@ def load_model(config, folder, dtype, world):
     config: a Config, as checkpoint.read_config reads it from config.json. folder: of the weights, None for random ones.
     world: this rank and the others, as launch.join returns them: rank, tp_size, shares, device, process group.
     """
-    load_weights = config.named_wiring.loader() or load_shard
+    load_weights = config.named_wiring.loader(world.shares) or load_shard
     if world.device.type == "cpu":
         keep_freed_memory()
     with world.together():  # raises an InputError of one rank on all of them

@@ -326,7 +326,7 @@ class Wiring:
         """Return the shares in which the weights are cut: those of the ranks."""
         return shares
 
-    def loader(self):
+    def loader(self, shares):
         """Return the function that loads a rank's weights, with the arguments of tp.load_shard; None: that one."""
 
     def new_model(self, config):

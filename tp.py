@@ -155,8 +155,9 @@ def neuron_range(config, neurons, rank, shares):
     if len(shares) > units:
         groups = f" in groups of {unit}" if unit > 1 else ""
         raise InputError(f"{len(shares)} ranks or lanes cannot shard {neurons} neurons{groups}: use 1 to {units}")
-    if config.named_wiring.fixed_shards and unit > 1 and units % len(shares):
-        why = f"{len(shares)} lanes cut groups of columns at no multiple of {unit} columns of w2"
+    lanes = len(config.named_wiring.shards(shares))
+    if config.named_wiring.fixed_shards and unit > 1 and units % lanes:
+        why = f"{lanes} lanes cut groups of columns at no multiple of {unit} columns of w2"
         raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
     start, stop = split_range(units, rank, shares, "parts of the MLP")
     return start * unit, stop * unit

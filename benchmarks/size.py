@@ -33,6 +33,7 @@ IDEAS = {  # {an idea: what names it in code}
     "postnorm": r"PostNorm|PostNormSums|POST_NORMS",
     # wirings
     "farskip": r"\w*farskip\w*|FARSKIP\w*",
+    "own partials": r"reads_partials|fixed_shards",
     "lanes": r"LaneWiring|Lanes|LaneSums|lanes_of_rank|load_lanes|fixed_lanes|depends_on_lanes",
     "laneformer": r"\w*[Ll]aneformer\w*|LANEFORMER\w*",
     # what a checkpoint is converted from

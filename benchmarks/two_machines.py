@@ -31,6 +31,7 @@ from ladder.checkpoints.sizes import named_size
 from ladder.command_line import flags
 from ladder.command_line.flags import count
 from ladder.decoding.batch import Sampler, make_cache, pad
+from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks import launch
 from ladder.ranks.collectives import collective
@@ -90,10 +91,15 @@ def run_peer(world, folder):
         words = ["inference", "--model", "model.m", "--tokenizer", "tokenizer.t", "--buffer-float-type", "q80"]
         words += ["--prompt", PROMPT, "--steps", "320", "--max-seq-len", "1024", "--temperature", "0", "--seed", "1"]
         words += ["--nthreads", "1", "--workers", f"10.77.0.2:{port}"]
-        text = subprocess.run([program, *words], cwd=folder, capture_output=True, text=True, errors="replace").stdout
+        run = subprocess.run(
+            [program, *words], cwd=folder, capture_output=True, text=True, errors="replace", timeout=600
+        )
+        text = run.stdout
         line = r"{} *(\d+) ms Sync *(\d+) ms \| Sent *(\d+) kB"  # Sync comes on top
         tokens = [(int(ms) + int(sync), int(kb)) for ms, sync, kb in re.findall(line.format("Pred"), text)]
         chunks = [(int(ms) + int(sync), int(kb)) for ms, sync, kb in re.findall(line.format("Eval"), text)]
+        if run.returncode or not tokens or not chunks:
+            raise InputError(f"--peer {folder}: {program} failed: {(run.stderr or text)[-300:]}")
         found["decode", 1] = [{"ms": ms, "bytes": 1024 * kb} for ms, kb in tokens]
         found["prefill", 256] = [{"ms": sum(ms for ms, _ in chunks), "bytes": 1024 * sum(kb for _, kb in chunks)}]
     world.gather(None)  # rank 0 is done

@@ -22,9 +22,7 @@ def parse_wiring(text, find_wiring):
     to J. NAME-K reads the stream K sublayers stale. /L names the number of lanes (ladder/lanes/wirings.py). A wiring's
     `forms` say which of these it takes. find_wiring: model.find_wiring. Raises InputError.
     """
-    match = re.fullmatch(
-        r"([\w-]*[A-Za-z_])(?:-(\d{1,4}))?(?::(\d{1,9}(?:,\d{1,9})*,?|\d{1,9}-\d{1,9}))?(?:/(\d{1,4}))?", text, re.ASCII
-    )
+    match = re.fullmatch(r"([\w-]*[A-Za-z_])(?:-(\d{1,4}))?(?::([\d,-]+))?(?:/(\d{1,4}))?", text, re.ASCII)
     name, stale, parameter, lanes = match.groups() if match else (re.split("[:/]", text)[0], *3 * [None])
     wiring = find_wiring(name)
     written = {  # {a form: whether the text has it}
@@ -35,11 +33,12 @@ def parse_wiring(text, find_wiring):
         "/LANES": lanes,
     }
     unfit = [form for form, part in written.items() if part and form not in wiring.forms]
+    misspelt = parameter and not re.fullmatch(r"\d{1,9}(,\d{1,9})*,?|\d{1,9}-\d{1,9}", parameter)
     positive = stale, lanes, None if wiring.takes_layers else parameter
     if text == name and not match:
         raise InputError(f"{text!r} is no name for a wiring: names end in a letter")
-    if not match or unfit or any(number and int(number) == 0 for number in positive):
-        counts = "" if unfit or not match else "; these numbers count from 1"
+    if not match or unfit or misspelt or any(number and int(number) == 0 for number in positive):
+        counts = "" if unfit or misspelt or not match else "; these numbers count from 1"
         known = ", ".join(name + form for form in ("", *wiring.forms))
         raise InputError(f"no such wiring: {text!r}; write {' or '.join(known.rsplit(', ', 1))}{counts}")
     if parameter and "-" in parameter:

@@ -619,6 +619,12 @@ def test_bad_sources_are_one_clear_line_and_leave_nothing(case, hf_folder, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_a_pickle_by_itself_is_said_to_be_one(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(100))
+    with pytest.raises(InputError, match="pytorch_model.bin is a pickle: transformers makes safetensors of it"):
+        convert(tmp_path / "pytorch_model.bin", tmp_path / "ours")
+
+
 def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: asked.update(how) or str(hf_folder))

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers import BASE, ONE_EACH, StateWeights, random_model, rank_logits, run_ranks, shard
+from helpers import BASE, ONE_EACH, StateWeights, change, random_model, rank_logits, run_ranks, shard
 from test_quantize import BIASED as BIASED_INTEGERS
 from test_quantize import INT4, INT8, dequantized_state, quantized_state
 from test_serve import in_turns
@@ -57,6 +57,19 @@ def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares, fit):
         InputError, match=f"the {lanes} lanes of .* do not fit . ranks: use {fit} ranks of equal shares"
     ):
         lanes_of_rank(dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
+
+
+def test_quantized_lanes_are_dealt_to_unlike_ranks():
+    """What a rank holds is asked for by its shares, too: then, as for the lanes, 8 columns of w2 stay together."""
+    config = change(BASE, wiring="spd/4", quant="int4", group_size=32, intermediate_size=256, dim=64, n_heads=8)
+    assert tp.shard_plan(config, 0, (2, 1, 1))["w2"] == (1, [(0, 128)])
+    with pytest.raises(InputError, match="8 lanes cut groups of columns"):
+        tp.shard_plan(change(config, wiring="spd/8", intermediate_size=96), 0, (1, 1))
+
+
+@pytest.mark.parametrize("shares, alone", [((1,) * 4, True), ((1, 1), False), ((2, 1, 1), False)])
+def test_a_lane_on_each_rank_is_a_transformer(shares, alone):
+    assert (change(BASE, wiring="spd/4").named_wiring.loader(shares) is None) == alone
 
 
 def test_ranks_with_more_lanes_are_not_taken_for_having_come_further(monkeypatch):

@@ -85,6 +85,7 @@ CONFIGS = [  # changes and the line
     ({"wiring": "pair:0,2"}, "wiring pair:0,2: its layers are wired in groups of 2 neighbours"),
     ({"wiring": "pair:2-1"}, "wiring pair:2-1 does not fit 3 layers"),
     ({"wiring": "ladder:1-999999999"}, "wiring ladder:1-999999999 does not fit 3 layers"),
+    ({"wiring": "ladder-2:3-"}, "no such wiring: 'ladder-2:3-'; write ladder, ladder:N"),
     ({"wiring": "delayed-7"}, "wiring delayed-7 is 7 sublayers stale: 3 layers take up to 6"),
     ({"wiring": "ladder/2"}, "no such wiring: 'ladder/2'"),
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),

@@ -22,7 +22,7 @@ from ladder.checkpoints.checkpoint import dtype_name
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.errors import InputError
-from ladder.lanes.lanes import lanes_of_rank
+from ladder.lanes.lanes import LaneWiring, lanes_of_rank
 from ladder.memory import cache_bytes, shard_on_meta, share_read, slices_bytes
 from ladder.ranks import eight_bits, launch
 from model import rewired
@@ -144,8 +144,11 @@ def step_seconds(config, times):
 
 def wiring_key(config, tp_size):
     """Return a key that two configs share if they compute the same function on so many ranks."""
-    shards = config.named_wiring.shards((1,) * tp_size)
-    return tuple(dataclasses.replace(w, lanes=len(shards)) if w.reads_partials else w for w in config.layer_wirings)
+    shards = config.named_wiring.shards((1,) * tp_size)  # spd is spd/4 on four ranks
+    whatever_lanes = [
+        dataclasses.replace(w, lanes=None) if isinstance(w, LaneWiring) else w for w in config.layer_wirings
+    ]
+    return tuple((w, shards if w.reads_partials else None) for w in whatever_lanes)
 
 
 def retraining(own, config, tp_size):

@@ -117,7 +117,7 @@ class LaneformerWiring(LaneWiring):
         if values.lane_norms and lanes is None:
             raise InputError(f"lane_norms: each lane has norms of its own, but wiring {config.wiring} names no lanes")
 
-    def loader(self):
+    def loader(self, shares):
         return load_lanes
 
     def new_model(self, config):

@@ -36,8 +36,8 @@ class LaneWiring(Wiring):
     def shards(self, shares=(1,)):
         return (1,) * self.lanes if self.lanes else shares
 
-    def loader(self):
-        return load_lanes if self.lanes else None
+    def loader(self, shares):
+        return load_lanes if self.lanes and shares != self.shards() else None  # a lane on each rank: as any shard
 
 
 def lanes_of_rank(config, rank, shares):
