@@ -248,7 +248,7 @@ def convert(source, config, folder, dtype, shard_bytes):
 
 def check_lanes(config):
     """Raise InputError for a wiring that needs a number of lanes but names none, or that has too many for the shape."""
-    if config.named_wiring.reads_partials and not config.named_wiring.fixed_shards:
+    if config.named_wiring.varies_with_ranks:
         name = config.wiring
         raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
     tp.shard_plan(config, 0, config.named_wiring.shards())

@@ -293,6 +293,11 @@ class Wiring:
     fixed_shards = False
 
     @property
+    def varies_with_ranks(self):
+        """Whether it is another function on another number of ranks."""
+        return self.reads_partials and not self.fixed_shards
+
+    @property
     def takes_layers(self):
         """Whether NAME:n may wire only some layers.
 

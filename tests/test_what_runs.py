@@ -462,31 +462,34 @@ def test_a_hook_that_would_never_run_is_refused():
 # ---- Collectives, compiled code, gradients ---------------------------------------------------------------------------
 
 
-def counted_waits(world, attribute, compile, comm):
+def counted_calls(world, owner, attribute, compile, comm):
     """How often a replaced function of the collectives is called in one decode step, and the logits."""
     net, calls = load(world=world), []
-    original = vars(tp.TensorParallel)[attribute]
+    original = vars(owner)[attribute]
 
     def replacement(self, *args, **kwargs):
         calls.append(1)
         return original(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(tp.TensorParallel, attribute, replacement)
+        m.setattr(owner, attribute, replacement)
         result = logits(net, compile=compile)
     return len(calls), result
 
 
-@pytest.mark.parametrize("attribute, passes", [("wait", 4), ("start", 4), ("settle", 4)])
-def test_a_replaced_collective_is_called_for_each_sum(attribute, passes):
+@pytest.mark.parametrize("owner, attribute, passes", [
+    (tp.TensorParallel, "wait", 4), (tp.TensorParallel, "start", 4), (tp.TensorParallel, "settle", 4),
+    (model.Collectives, "settle", 4),
+])  # fmt: skip
+def test_a_replaced_collective_is_called_for_each_sum(owner, attribute, passes):
     """Four sublayers, in a prefill and three steps."""
-    for n, _ in run_ranks(2, counted_waits, attribute, False, "auto"):
+    for n, _ in run_ranks(2, counted_calls, owner, attribute, False, "auto"):
         assert n == 4 * passes
 
 
 @pytest.mark.slow
 def test_a_replaced_wait_is_traced_into_compiled_code():
-    for n, compiled in run_ranks(2, counted_waits, "wait", True, "auto"):
+    for n, compiled in run_ranks(2, counted_calls, tp.TensorParallel, "wait", True, "auto"):
         assert n >= 4
         assert torch.isfinite(compiled).all()
 

@@ -174,7 +174,7 @@ def is_standard_in_one_lane(w):
 def warn_of_wiring(own, config, shares):
     """Say on stderr when a checkpoint runs in another wiring than its own."""
     if own.layer_wirings == config.layer_wirings:
-        if own.named_wiring.reads_partials and not own.named_wiring.fixed_shards:
+        if own.named_wiring.varies_with_ranks:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
     loss = "a function that they were not trained for: " + "adapt.py retrains them; " * (config.wiring != "upper-bound")

@@ -66,7 +66,7 @@ FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 FREQUENCIES = "rope_freqs.weight"  # Llama 3's
 
 
-class Architecture(NamedTuple):
+class GgufArchitecture(NamedTuple):
     """What an architecture of GGUF is in a Hugging Face folder, and what is its own in its files."""
 
     family: str  # its model_type
@@ -80,13 +80,13 @@ class Architecture(NamedTuple):
     shifted_norms: bool = False  # whether norms are stored as what they multiply with, not as 1 less
 
 
-ARCHITECTURES = {
-    "llama": Architecture("llama", mixture="mixtral", paired=True), "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"), "qwen3moe": Architecture("qwen3_moe"),
-    "gemma2": Architecture("gemma2", names=SUM_NORMS, window=4096, wide_queries=46, shifted_norms=True),
-    "gemma3": Architecture("gemma3_text", names=SUM_NORMS, wide_queries=62, shifted_norms=True),
-    "phi3": Architecture("phi3"), "granite": Architecture("granite", needed=("logit_scale",), paired=True),
-    "olmo2": Architecture("olmo2", windowed="olmo3", names=SUM_NORMS), "glm4": Architecture("glm4"),
+GGUF_ARCHITECTURES = {
+    "llama": GgufArchitecture("llama", mixture="mixtral", paired=True), "qwen2": GgufArchitecture("qwen2"),
+    "qwen3": GgufArchitecture("qwen3"), "qwen3moe": GgufArchitecture("qwen3_moe"),
+    "gemma2": GgufArchitecture("gemma2", names=SUM_NORMS, window=4096, wide_queries=46, shifted_norms=True),
+    "gemma3": GgufArchitecture("gemma3_text", names=SUM_NORMS, wide_queries=62, shifted_norms=True),
+    "phi3": GgufArchitecture("phi3"), "granite": GgufArchitecture("granite", needed=("logit_scale",), paired=True),
+    "olmo2": GgufArchitecture("olmo2", windowed="olmo3", names=SUM_NORMS), "glm4": GgufArchitecture("glm4"),
 }  # fmt: skip
 
 
@@ -284,7 +284,7 @@ def open_gguf(path, with_tokenizer=True):
         folder = tempfile.TemporaryDirectory(prefix=f"{path.name}-")
         if with_tokenizer:
             write_tokenizer(values, Path(folder.name))
-        own = read_tensors(tensors, ARCHITECTURES[values["general.architecture"]], hf["head_dim"])
+        own = read_tensors(tensors, GGUF_ARCHITECTURES[values["general.architecture"]], hf["head_dim"])
     source = LlamaWeights(own, *read_config(hf, path, {}))
     source.temporary = folder  # which lasts as long as the source
     source.tokenizer_folder = Path(folder.name)
@@ -339,9 +339,9 @@ class GGUFWeights(Renamed):
 def config(values, tensors):
     """Return what would be the config.json. Raises InputError for an architecture or value that is not computed."""
     name = values["general.architecture"]
-    if name not in ARCHITECTURES:
-        raise InputError(f"architecture {name!r} is not supported; {', '.join(ARCHITECTURES)} are")
-    architecture, prefix = ARCHITECTURES[name], f"{name}."
+    if name not in GGUF_ARCHITECTURES:
+        raise InputError(f"architecture {name!r} is not supported; {', '.join(GGUF_ARCHITECTURES)} are")
+    architecture, prefix = GGUF_ARCHITECTURES[name], f"{name}."
     given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and value}
     if not values.get(f"{prefix}attention.causal", True):
         raise InputError(f"{prefix}attention.causal is false: a model that reads what follows is not computed")
