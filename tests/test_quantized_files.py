@@ -785,7 +785,7 @@ def gguf_config(architecture, **more):
     return gguf_file.config({"general.architecture": architecture, **values}, {"token_embd.weight": table})
 
 
-@pytest.mark.parametrize("architecture", [*gguf_file.ARCHITECTURES, "mixtral"])
+@pytest.mark.parametrize("architecture", [*gguf_file.GGUF_ARCHITECTURES, "mixtral"])
 def test_absent_values_of_gguf_have_the_defaults_of_llama_cpp(architecture, tmp_path):
     """Not those that transformers has for a family, such as Gemma 3's rope_theta and Granite's attention_multiplier."""
     more = {"expert_count": 4, "expert_used_count": 2} if architecture in ("mixtral", "qwen3moe") else {}
