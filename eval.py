@@ -22,6 +22,7 @@ from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.errors import InputError
 from ladder.ranks import launch
+from ladder.ranks.shares import measured_shares
 from ladder.scoring import SEPARATOR, divergence, total_nats
 from ladder.text.tokenizer import load_tokenizer
 
@@ -123,6 +124,9 @@ def main(argv=None):
     with world.together():
         stored_config = checkpoint.read_config(args.checkpoint)
         config = flags.with_wiring(stored_config, args)
+    if args.shares == "auto":
+        world.shares = measured_shares(world, config, flags.read_dtype(args))
+    with world.together():
         if world.rank == 0:
             flags.warn_of_wiring(stored_config, config, world.shares)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)

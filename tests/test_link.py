@@ -158,11 +158,11 @@ def test_gloos_threads_do_not_preempt_one_another():
 
 
 def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
-    own = gloo._address_towards("192.0.2.1")  # of a network for documentation: nobody answers, nothing is sent
+    own = gloo.address_towards("192.0.2.1")  # of a network for documentation: nobody answers, nothing is sent
     if not own or own.startswith("127."):
         pytest.skip("this machine has no address but loopback")
-    assert gloo._address_towards(own) == own and gloo._address_towards("127.0.0.1") == "127.0.0.1"
-    assert gloo._address_towards("no such host.invalid") == ""
+    assert gloo.address_towards(own) == own and gloo.address_towards("127.0.0.1") == "127.0.0.1"
+    assert gloo.address_towards("no such host.invalid") == ""
 
     def chosen(master, rank, last):
         monkeypatch.setenv("MASTER_ADDR", master)

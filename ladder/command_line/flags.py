@@ -78,6 +78,11 @@ def number(kind, low, high=None, above=False):
 count = number(int, 1)
 
 
+def shares(text):
+    """Return the numbers of --shares as a tuple, or "auto" (an argparse type)."""
+    return text if text == "auto" else tuple(map(count, text.split(",")))
+
+
 def appendable(path):
     """Return a path that lines can be appended to (an argparse type)."""
     folder = os.path.dirname(path) or "."
@@ -115,8 +120,9 @@ def read_dtype(args):
 def add_rank_flags(parser, sharded=False, comm=True):
     """Add the flags that launch.join takes. sharded: the ranks share a model out. comm: its sums have several ways."""
     if sharded:
-        words, numbers = "what each rank gets of the heads, MLP and vocabulary, in proportion: e.g. 3,1", "N,N,..."
-        parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
+        words = "what each rank gets of the heads, MLP and vocabulary, in proportion: e.g. 3,1\n"
+        words += "auto: by the bandwidth and the free memory of each, which are measured"
+        parser.add_argument("--shares", type=shares, metavar="N,N,...", help=words)
     parser.add_argument(
         "--device", help="cpu, cuda or cuda:0, which ranks share; default: cuda if each finds a GPU, else cpu"
     )

@@ -14,11 +14,11 @@ def choose_interface(store, rank, tp_size):
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    address = _address_towards(os.environ["MASTER_ADDR"])
+    address = address_towards(os.environ["MASTER_ADDR"])
     if rank == tp_size - 1:
         store.set("last rank's address", address)
     if address.startswith("127."):  # node 0's own name may resolve so there: ask for the way to another node
-        address = _address_towards(store.get("last rank's address").decode(errors="replace"))
+        address = address_towards(store.get("last rank's address").decode(errors="replace"))
     for _, name in socket.if_nameindex():
         if address and _address_of(name) == address:
             os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -32,7 +32,7 @@ def _address_of(interface):
     return ""
 
 
-def _address_towards(host):
+def address_towards(host):
     """Return this machine's IPv4 address on the way to a host, or ""."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError, ValueError):
         s.connect((host, 1))  # a datagram socket sends nothing here
