@@ -138,44 +138,6 @@ class Runner:
         self.compiles_prefill = compile_prefill
         self.build_passes()
 
-    def build_passes(self):
-        """Make decode_model and prefill_model: the model, what torch.compile makes of it, or CUDA graphs."""
-        model = self.model
-        self.prefill_model = model
-        self.decode_model = model
-        self.graphs = None  # of decode steps, on a GPU
-        if self.compiles or self.compiles_prefill:
-            from ladder.kernels import compiling  # not in a plain run: it imports the compiler
-
-            self.decode_model, self.prefill_model = compiling.compiled(model, self.compiles, self.compiles_prefill)
-        if self.device.type == "cuda" and "sums" not in model.comm.on_host and self.may_capture():
-            from ladder.kernels.cuda_graphs import Graphs
-
-            self.graphs = self.decode_model if self.compiles else Graphs(model)
-            self.decode_model = self.graphs
-        self.built_for = registry.fingerprint(model) if self.decode_model is not model else None
-
-    def may_capture(self):
-        """Return whether CUDA graphs may hold steps. What hooks do in Python would only run while one is captured."""
-        if not self.compiles and registry.has_hooks(self.model):
-            registry.say_once("the model has hooks: decode steps run without CUDA graphs, thus slower")
-            return False
-        return self.compiles or not registry.is_off()
-
-    def renew_passes(self):
-        """Compile or capture anew what was made before somebody changed the model: it would not know of that."""
-        if self.built_for and not registry.same_fingerprint(self.built_for, registry.fingerprint(self.model)):
-            registry.say_once("the model was changed after its steps were compiled or captured: that is done anew")
-            if self.compiles or self.compiles_prefill:
-                torch.compiler.reset()
-                torch.compiler.set_stance("default")  # and not that of unguarded(), up to the end of its block
-            self.build_passes()
-
-    def like(self, model, cache=None):
-        """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-        cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
-        return Runner(model, cache, self.compiles, self.compiles_prefill, self.splits)
-
     @torch.inference_mode()
     def prefill(self, tokens, lengths, cached_tokens=0):
         """Return logits (B, v) after the last token of each row. tokens (B, S), lengths (B,): as pad makes them.
@@ -261,6 +223,46 @@ class Runner:
         overlaps = not self.compiles_prefill  # a compiled prefill waits for all parts at once, and hides nothing
         worth_it = on_cpus and overlaps and B * S >= MIN_SPLIT_TOKENS
         return min(S, self.splits or (2 if worth_it else 1))
+
+    # What is compiled or captured:
+
+    def build_passes(self):
+        """Make decode_model and prefill_model: the model, what torch.compile makes of it, or CUDA graphs."""
+        model = self.model
+        self.prefill_model = model
+        self.decode_model = model
+        self.graphs = None  # of decode steps, on a GPU
+        if self.compiles or self.compiles_prefill:
+            from ladder.kernels import compiling  # not in a plain run: it imports the compiler
+
+            self.decode_model, self.prefill_model = compiling.compiled(model, self.compiles, self.compiles_prefill)
+        if self.device.type == "cuda" and "sums" not in model.comm.on_host and self.may_capture():
+            from ladder.kernels.cuda_graphs import Graphs
+
+            self.graphs = self.decode_model if self.compiles else Graphs(model)
+            self.decode_model = self.graphs
+        self.built_for = registry.fingerprint(model) if self.decode_model is not model else None
+
+    def may_capture(self):
+        """Return whether CUDA graphs may hold steps. What hooks do in Python would only run while one is captured."""
+        if not self.compiles and registry.has_hooks(self.model):
+            registry.say_once("the model has hooks: decode steps run without CUDA graphs, thus slower")
+            return False
+        return self.compiles or not registry.is_off()
+
+    def renew_passes(self):
+        """Compile or capture anew what was made before somebody changed the model: it would not know of that."""
+        if self.built_for and not registry.same_fingerprint(self.built_for, registry.fingerprint(self.model)):
+            registry.say_once("the model was changed after its steps were compiled or captured: that is done anew")
+            if self.compiles or self.compiles_prefill:
+                torch.compiler.reset()
+                torch.compiler.set_stance("default")  # and not that of unguarded(), up to the end of its block
+            self.build_passes()
+
+    def like(self, model, cache=None):
+        """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
+        cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
+        return Runner(model, cache, self.compiles, self.compiles_prefill, self.splits)
 
     def unguarded(self):
         """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""

@@ -372,7 +372,7 @@ def list_sublayers(config, layers, metadata=None, cache=None):
     """
     sublayers, i = [], 0
     layers = list(layers)  # a ModuleList takes a microsecond for each look-up
-    while i < config.n_layers:
+    while i < len(layers):  # fewer than config.n_layers, if somebody has deleted some
         wiring = config.layer_wirings[i]
         side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
         sublayers += [(functools.partial(_run_blocks, h, side_by_side), wiring.stale) for h in wiring.block_sublayers]

@@ -14,9 +14,11 @@ such a layer passes on is the one above.
 
 import dataclasses
 import functools
+import math
 
 from ladder.architectures.mixture import Mixture, experts_apart
 from ladder.errors import InputError
+from ladder.wiring_text import wiring_name
 from model import Wiring, attention_sublayer, residual_loop
 
 
@@ -76,3 +78,20 @@ FARSKIPS = {
     "farskip-attention": only_early(attention_apart, "attention"),
     "farskip-mlp": only_early(experts_apart, "mlp"),
 }
+
+
+def wiring_from_hf(hf):
+    """Return the text of the wiring that farskip, its range of layers and its two restrictions make; None without it.
+
+    hf: as ladder.sources.huggingface.read_hf returns it. Raises InputError.
+    """
+    if not hf.get("farskip"):
+        return None
+    if hf["ladder_layers"]:
+        raise InputError("config.json has both farskip and ladder_layers, which are two wirings: drop one")
+    n_layers, only = hf["num_hidden_layers"], (hf["attn_only_farskip"], hf["mlp_only_farskip"])
+    layers = range(math.ceil(hf["farskip_start_idx"]), min(math.floor(hf["farskip_end_idx"]), n_layers - 1) + 1)
+    if all(only) or not layers:  # AMD's code takes both together for neither sublayer being early
+        return "standard"
+    name = "farskip-attention" if only[0] else "farskip-mlp" if only[1] else "farskip"
+    return name if len(layers) == n_layers else wiring_name(name, layers)

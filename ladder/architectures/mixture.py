@@ -6,7 +6,6 @@ Shape letters: B batch, S sequence, D dim, E experts, I neurons of an expert, k 
 """
 
 import dataclasses
-import math
 import re
 
 import torch
@@ -16,7 +15,6 @@ from ladder.architectures import Architecture
 from ladder.architectures.experts import GPU_KERNELS, Experts
 from ladder.errors import InputError
 from ladder.sources.matrices import Renamed
-from ladder.wiring_text import wiring_name
 from model import FeedForward, Linear, mlp_sublayer
 
 # {Mixture.router: the scores of float32 logits}. All but "softmax" compute the logits in float32, too.
@@ -116,7 +114,7 @@ class Mixture(Architecture):
     @classmethod
     def from_hf(cls, hf):
         if "n_routed_experts" in hf:
-            return deepseek_from_hf(hf), {"wiring": farskip_from_hf(hf)} if hf.get("farskip") else {}
+            return deepseek_from_hf(hf), {}
         n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # as transformers 5 writes it
         if not n_experts:
             return None
@@ -284,15 +282,3 @@ def deepseek_from_hf(hf):
         "expert_groups": groups, "chosen_groups": hf["topk_group"] if groups else None,
         "expert_scale": hf["routed_scaling_factor"],
     }  # fmt: skip
-
-
-def farskip_from_hf(hf):
-    """Return the text of the wiring that farskip, its range of layers and its two restrictions make."""
-    if hf["ladder_layers"]:
-        raise InputError("config.json has both farskip and ladder_layers, which are two wirings: drop one")
-    n_layers, only = hf["num_hidden_layers"], (hf["attn_only_farskip"], hf["mlp_only_farskip"])
-    layers = range(math.ceil(hf["farskip_start_idx"]), min(math.floor(hf["farskip_end_idx"]), n_layers - 1) + 1)
-    if all(only) or not layers:  # AMD's code takes both together for neither sublayer being early
-        return "standard"
-    name = "farskip-attention" if only[0] else "farskip-mlp" if only[1] else "farskip"
-    return name if len(layers) == n_layers else wiring_name(name, layers)

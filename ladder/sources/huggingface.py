@@ -10,7 +10,7 @@ from collections import Counter
 
 import torch
 
-from ladder.architectures import all_architectures
+from ladder.architectures import all_architectures, farskip
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.checkpoint import read_json
 from ladder.checkpoints.compare import TOKENIZER_FILES
@@ -59,8 +59,9 @@ def group(q, k, v, config):
     return torch.cat([t.unflatten(0, (config.n_kv_heads, -1)) for t in (q, k, v)], dim=1).flatten(0, 1)
 
 
-def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
+def ladder_from_hf(hf, parallel_blocks):
     """Return the text of the wiring in which ladder_layers, the last n layers or a list of layers, are ladders."""
+    ladder_layers, n_layers = hf.get("ladder_layers"), hf["num_hidden_layers"]
     if not ladder_layers:
         return "parallel" if parallel_blocks else "standard"
     name = "parallel-ladder" if parallel_blocks else "ladder"
@@ -235,7 +236,7 @@ def our_values(hf):
         "embedding_scale": dim**0.5 if family.wide_embeddings else None,
         "logit_cap": hf.get("final_logit_softcapping"),
         "bos_id": None if hf["bos_token_id"] == -1 else hf["bos_token_id"],
-        "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
+        "wiring": hf.get("wiring") or farskip.wiring_from_hf(hf) or ladder_from_hf(hf, parallel),
         **values, "architecture": architecture,
     }  # fmt: skip
 
