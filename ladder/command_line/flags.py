@@ -1,7 +1,6 @@
 """Flags that several scripts share."""
 
 import argparse
-import contextlib
 import math
 import os
 import re
@@ -10,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 from ladder.checkpoints import checkpoint
-from ladder.errors import InputError, did_you_mean
+from ladder.errors import InputError, did_you_mean, naming
 from ladder.ranks.world import rank_and_size
 from model import all_wirings, residual_loop, rewired
 
@@ -149,15 +148,6 @@ def add_wiring_flags(parser):
     g = g.add_mutually_exclusive_group()
     g.add_argument("--wiring", metavar="NAME[-K][:N|:I,J,...|:I-J][/L]", help="\n".join(words).replace("%", "%%"))
     g.add_argument("--ladder", dest="wiring", action="store_const", const="ladder", help="means --wiring ladder")
-
-
-@contextlib.contextmanager
-def naming(flag):
-    """Let the InputErrors of a block begin with a flag."""
-    try:
-        yield
-    except InputError as e:
-        raise InputError(f"{flag}: {e}") from None
 
 
 def with_wiring(config, args):
