@@ -32,7 +32,7 @@ def parse(argv):
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights, e.g. demo")
     p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to score, e.g. demo/story.txt")
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
+    p.add_argument("--dtype", **flags.one_of(checkpoint.DTYPES), help="default: the checkpoint's own")
     flags.add_rank_flags(p, sharded=True)
     flags.add_json_flag(p, "the line")
     p.add_argument("--compare", metavar="DIR", help="another checkpoint, in its own wiring, as the reference")

@@ -368,7 +368,7 @@ def parse_generation_flags(description, argv=None):
     g = p.add_argument_group("model")
     flags.add_model_flags(g, required=True)
     words = 'torch.compile the decode step, with "all" the prefill too; on a CPU it takes a minute and gains a little'
-    g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
+    g.add_argument("--compile", nargs="?", const="decode", **flags.one_of(("decode", "all")), help=words)
     words = "run the plain functions as written, without faster kernels in their place; also $LADDER_PLAIN=1"
     g.add_argument("--plain", action="store_true", help=words)
     flags.add_rank_flags(g, sharded=True)

@@ -188,7 +188,7 @@ def main(argv=None):
     p = flags.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
     words = "4 bits cost quality; fp8 is for Ada, Hopper and Blackwell GPUs, and costs more than int8"
-    p.add_argument("--mode", required=True, choices=("int8", "int4", "fp8"), help=words)
+    p.add_argument("--mode", required=True, **flags.one_of(("int8", "int4", "fp8")), help=words)
     sizes = "columns of a scale. int4: 32, 64 (default) or 128; int8: 16, 32, 64 or 128, default: the whole row"
     p.add_argument("--group-size", type=int, metavar="N", help=sizes)
     p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. output,tok_embeddings")

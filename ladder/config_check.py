@@ -1,7 +1,7 @@
 """Whether the fields of a Config suit one another; ladder/checkpoints/checkpoint.py checks their types."""
 
 from ladder.architectures import ARCHITECTURES
-from ladder.errors import InputError
+from ladder.errors import FieldError, InputError
 from ladder.kernels import quant_linear
 from ladder.layers import rope_scaling
 from ladder.layers.norms import ACTIVATIONS, NORMS
@@ -12,11 +12,11 @@ GROUPS_OF_8_BITS = 16, 32, 64, 128  # columns
 def check(c):
     """Raise InputError if the fields of a Config do not suit one another."""
     if c.n_heads % c.n_kv_heads:
-        raise InputError(f"n_heads {c.n_heads} is not a multiple of n_kv_heads {c.n_kv_heads}")
+        raise FieldError("{n_heads} is not a multiple of {n_kv_heads}", c)
     if c.head_dim % 2:
-        raise InputError(f"head_dim {c.head_dim} is odd: rotary embeddings turn pairs")
+        raise FieldError("{head_dim} is odd: rotary embeddings turn pairs", c)
     if (c.rotary_dim or 0) % 2 or (c.rotary_dim or 0) > c.head_dim:
-        raise InputError(f"rotary_dim {c.rotary_dim} is odd, or more than head_dim {c.head_dim}")
+        raise FieldError("{rotary_dim} is odd, or more than {head_dim}", c)
     if c.rope_scaling is not None and (error := rope_scaling.error(c)):
         raise InputError(error)
     if c.norm not in NORMS:

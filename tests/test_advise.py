@@ -288,7 +288,7 @@ def test_a_table_for_each_link(capsys):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--model 8b --tp 8 --gpu b300 --link pcie", "--gpu: invalid choice: 'b300' (choose from "),
+    ("--model 8b --tp 8 --gpu b300 --link pcie", "--gpu: 'b300' is none of "),
     ("--model 8b", "the following arguments are required: --tp"),
     ("--model 8b --tp 8 --link pcie", "one of the arguments --gpu --bandwidth-gbs is required"),
     ("--model 8b --tp 33 --gpu h100 --link pcie", "33 ranks or lanes cannot shard n_heads 32: use 1 to 32"),

@@ -523,6 +523,12 @@ BAD_CONFIGS = [
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3' needs low_freq_factor"),
     ({"model_type": "qwen2_moe", "sliding_window": 9, "use_sliding_window": True}, "needs layer_types in this family"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ({"tie_word_embeddings": None}, "tie_word_embeddings is null but must be true or false"),
+    (
+        {"model_type": "qwen2_moe", "num_experts_per_tok": 1, "qkv_bias": None},
+        "qkv_bias is null but must be true or fal",
+    ),
+    ({"is_causal": [None]}, r"is_causal \[null\] is not supported"),
     ({"mlp_bias": "no"}, "mlp_bias is 'no' but must be true or false"),
     ({"model_type": "ministral", "sliding_window": 9, "layer_types": ["full_attention"]}, "for each of 3 layers"),
     ({"model_type": "mistral", "sliding_window": 0}, "a sliding_window of 1 or more tokens"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import random_model, write_model
 
+from ladder.command_line import flags
 from ladder.errors import InputError
 from model import Config
 
@@ -37,9 +38,12 @@ SCRIPTS = {
             "--prompt=a --top-p=-1": "--top-p: '-1' is not a number from 0 to 1",
             "--prompt=a --wiring=laddr": "--wiring: unknown wiring 'laddr'; known: standard, ladder",
             "--prompt=a --wiring=ladr:2": "; did you mean ladder?",
-            "--prompt=a --max_new_tokens=3": "arguments: --max_new_tokens=3; did you mean --max-new-tokens?",
-            "--prompt=a 3 --max_new_tokens 3": "--max_new_tokens 3; did you mean --max-new-tokens?",
-            "--prompt=a --dtype=bfloat": "bfloat16', 'float16'); did you mean bfloat16?",
+            "--prompt=a --max_new_tokens=3": "; --max_new_tokens is no flag; did you mean --max-new-tokens?",
+            "--prompt=a 3 --max_new_tokens 3": "arguments: 3 --max_new_tokens 3; --max_new_tokens is no flag; did you",
+            "'--promt=One day'": "; --promt is no flag; did you mean --prompt?",
+            "-prompt=a": "; -prompt is no flag; did you mean --prompt?",
+            "--prompt=a --dtype=bfloat": "'bfloat' is none of float32, bfloat16, float16; did you mean bfloat16?",
+            "--prompt=a --compile=al": "--compile: 'al' is none of decode, all; did you mean all?",
             "--prompt=a --comm=one-shoot": "; did you mean one-shot?",
             "--prompt=a --ladder --wiring=parallel": "--wiring: not allowed with argument --ladder",
             "--prompt=a --shares=3,1": "--shares has 2 numbers, and this run's tp is 1: give one for each rank",
@@ -130,4 +134,18 @@ def test_bad_flags_are_one_clear_line_and_leave_nothing(name, always, more, line
     with pytest.raises(InputError) as error:
         main()
     assert line in str(error.value) and "\n" not in str(error.value)
+    assert ("is no flag" in str(error.value)) == ("is no flag" in line or "no-such-flag" in line)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "long"]
+
+
+def test_values_that_look_like_flags_are_no_flags_and_names_are_in_the_help():
+    p = flags.Parser("what it does")
+    p.add_argument("--prompt")
+    p.add_argument("--compile", nargs="?", const="decode", **flags.one_of(("decode", "all")))
+    p.add_argument("--number", type=flags.number(float, 0))
+    assert vars(p.parse_args(["--prom", "-1", "--compile"])) == {"prompt": "-1", "compile": "decode", "number": None}
+    assert p.parse_args(["--prompt=--promt"]).prompt == "--promt" and p.parse_args(["--prompt", "- a b"]).prompt
+    assert "[--compile [{decode,all}]]" in p.format_usage()
+    for given in ["-1"], ["--prompt", "-1"], ["--prompt", "-a b"], ["--prompt=--promt"], ["--prom", "a"]:
+        with pytest.raises(InputError, match="^--number: 'x' is not a number from 0$"):
+            p.parse_args([*given, "--number=x"])

@@ -41,11 +41,12 @@ VALUES = [
     ({"architecture": {"heads": {"nope_layers": [3]}}}, "nope_layers takes layers from 0 to 2, not (3,)"),
     ({"eos_ids": ["2"]}, "eos_ids is ('2',) but must be tuple[int, ...]"),
     ({"architecture": {"heads": {"window_layers": [True], "sliding_window": 4}}}, "window_layers is (True,)"),
-    ({"bos_id": -1}, "bos_id is -1 but must be int | None"),
+    ({"bos_id": -1}, "bos_id is -1 but must be a whole number or null"),
+    ({"bos_id": {"{dim}": None}}, "bos_id is {'{dim}': null} but must be a whole number or null"),
     ({"wiring": 3}, "wiring is 3 but must be str"),
-    ({"dim": 10**30}, "dim is 1000000000000000000000000000000 but must be int above 0"),
+    ({"dim": 10**30}, "dim is 1000000000000000000000000000000 but must be a whole number above 0"),
     ({"head_dim": 7}, "head_dim 7 is odd"),
-    ({"norm_eps": float("nan")}, "norm_eps is nan but must be float above 0"),
+    ({"norm_eps": float("nan")}, "norm_eps is nan but must be a number above 0"),
     ({"rope_scaling": {"factor": 2.0, "mscale": 1.0}}, "rope_scaling has the keys ['factor', 'mscale'], not "),
     ({"rope_scaling": {"factor": "2"}}, "rope_scaling is {'factor': '2'}, but its values are numbers above 0"),
     ({"desync_period": 2}, "desync_period"),
@@ -58,7 +59,7 @@ def test_our_config_refuses(tmp_path):
         refused(message, checkpoint.read_config, tmp_path)
     for changes, message in VALUES:
         values = json.loads(json.dumps(writing.config_values(BASE) | changes))
-        refused(message, checkpoint.make_config, values, "config.json")
+        refused(message, checkpoint.make_config, values)
 
 
 def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp_path):

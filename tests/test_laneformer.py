@@ -136,8 +136,8 @@ def test_settings_that_make_no_model_are_one_clear_line(changes, words):
         "wiring": "laneformer-2/2",
         "architecture": {"laneformer": {"early": True}},
     }
-    with pytest.raises(InputError, match="^config.json: laneformer: unknown key 'early'$"):
-        checkpoint.make_config(values, "config.json")
+    with pytest.raises(InputError, match="^laneformer: unknown key 'early'$"):
+        checkpoint.make_config(values)
 
 
 def test_order_of_the_loop():

@@ -276,20 +276,21 @@ def test_bad_configs_are_one_line(changes, words):
 
 @pytest.mark.parametrize("settings, words", [
     (SETTINGS, "linear: no key 'layers'"),
-    ({"layers": [0], **SETTINGS, "conv_width": 0}, "linear: conv_width is 0 but must be int above 0"),
-    ({"layers": [0], **SETTINGS, "key_dim": 2**40}, "linear: key_dim is 1099511627776 but must be int above 0"),
+    ({"layers": [0], **SETTINGS, "conv_width": 0}, "linear: conv_width is 0 but must be a whole number above 0"),
+    ({"layers": [0], **SETTINGS, "key_dim": 2**40}, "linear: key_dim is 1099511627776 but must be a who"),
     ({"layers": [0], **SETTINGS, "depth": 7}, "linear: unknown key 'depth'"),
     ([], "'linear' is unknown, or no object"),
 ])  # fmt: skip
 def test_settings_of_the_wrong_type_are_one_line(settings, words):
     values = {**writing.config_values(BASE), "architecture": {"linear": settings}}
-    with pytest.raises(InputError, match=f"^config.json: [^\n]*{words}[^\n]*$"):
-        checkpoint.make_config(values, "config.json")
+    with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):
+        checkpoint.make_config(values)
 
 
 @pytest.mark.parametrize("changes, words", [
     ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "layer_types must name full_attention or lin"),
     ({"layer_types": ["linear_attention"] * 3}, "for each of 4 layers"),
+    ({"linear_key_head_dim": None}, "linear: linear_key_head_dim is null but must be a whole number above 0"),
     ({"linear_num_key_heads": 3}, "linear_num_value_heads 32 is no multiple of linear_num_key_heads 3"),
 ])  # fmt: skip
 def test_bad_folders_are_one_line(changes, words, tmp_path):

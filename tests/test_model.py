@@ -1,6 +1,7 @@
 """The transformer on one device: the cache, the rope, the configuration."""
 
 import json
+import pickle
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from test_wiring import check_against_the_reference
 
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.sizes import SIZES
-from ladder.errors import InputError
+from ladder.errors import FieldError, InputError
 from ladder.layers.attention_inputs import rope_frequencies
 from model import build
 
@@ -118,10 +119,17 @@ CONFIGS = [  # changes and the line
 def test_a_config_that_makes_no_model_is_one_clear_line(changes, message):
     values = {**writing.config_values(BASE), **changes}
     with pytest.raises(InputError, match=re.escape(message)) as error:
-        checkpoint.make_config(values, "config.json")
+        checkpoint.make_config(values)
     assert "\n" not in str(error.value)
+
+
+def test_a_message_about_fields_can_have_other_names():
+    with pytest.raises(FieldError, match="^n_heads 6 is not a multiple of n_kv_heads 4$") as error:
+        change(BASE, n_kv_heads=4)
+    for e in error.value, pickle.loads(pickle.dumps(error.value)):  # as from another process
+        assert e.with_names({"n_heads": "heads"}) == "heads 6 is not a multiple of n_kv_heads 4"
 
 
 def test_a_good_config_is_taken():
     for config in (BASE, change(BASE, bos_id=0, eos_ids=(0, 2), wiring="ladder:0,")):
-        assert checkpoint.make_config(json.loads(json.dumps(writing.config_values(config))), "config.json") == config
+        assert checkpoint.make_config(json.loads(json.dumps(writing.config_values(config)))) == config

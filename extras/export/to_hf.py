@@ -84,7 +84,7 @@ def family_of(config, hf):
             far = own.pop("rope_scaling", {"rope_type": "default"}) | {"rope_theta": own.pop("rope_theta")}
             own["rope_parameters"] = dict(zip(ROPE_TYPES, (far, near), strict=True))
         with contextlib.suppress(InputError):
-            back = checkpoint.make_config(our_values(read_hf({**own})) | {"eos_ids": c.eos_ids}, family)
+            back = checkpoint.make_config(our_values(read_hf({**own})) | {"eos_ids": c.eos_ids})
             if all(getattr(back, f.name, f.default) == getattr(c, f.name) for f in dataclasses.fields(c)):
                 return own
     return None

@@ -249,12 +249,12 @@ def parse(argv):
     g.add_argument("--wirings", nargs="+", metavar="NAME", help="default: all; e.g. ladder:16 spd:3,5")
     g = p.add_argument_group("machine")
     one = g.add_mutually_exclusive_group(required=True)
-    one.add_argument("--gpu", choices=GPUS, help="its published bandwidth and rate")
+    one.add_argument("--gpu", **flags.one_of(GPUS), help="its published bandwidth and rate")
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
     words = "how ranks sum: in the model's dtype, or in 8 bits; default: library"
-    p.add_argument("--comm", choices=COMMS, default="library", help=words)
+    p.add_argument("--comm", **flags.one_of(COMMS), default="library", help=words)
     p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: all; of {link.LINK_FORMS}")
     return p.parse_args(argv)
 

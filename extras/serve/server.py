@@ -363,7 +363,7 @@ def parse_flags(argv):
     p = flags.Parser(__doc__)
     g = p.add_argument_group("model")
     g.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights with a tokenizer, e.g. demo")
-    g.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
+    g.add_argument("--dtype", **flags.one_of(checkpoint.DTYPES), help="default: the checkpoint's own")
     g.add_argument("--compile", action="store_const", const="decode", help="torch.compile; needs a C++ compiler")
     flags.add_rank_flags(g, sharded=True)
     flags.add_wiring_flags(p)

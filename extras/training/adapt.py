@@ -283,14 +283,16 @@ def parse(argv):
     g.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations and saves")
     g.add_argument("--valid-tokens", type=count, metavar="N", help="validate on so many (default: all)")
     words = "above: not what lies below the first rewired layer; outputs: of the rest only norms and the projections to"
-    g.add_argument("--train", choices=("all", "above", "outputs"), default="all", help=f"{words} the stream")
+    g.add_argument("--train", **flags.one_of(("all", "above", "outputs")), default="all", help=f"{words} the stream")
     words = "so many steps first pull each rewired sublayer to the original's, without the head (default: 0)"
     g.add_argument("--align-steps", type=number(int, 0), metavar="N", default=0, help=words)
     words = "of the text's cross-entropy beside the KL divergence from the teacher (default: 0.1)"
     g.add_argument("--text-weight", type=number(float, 0), metavar="X", default=0.1, help=words)
     g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help="of all that is random")
-    g.add_argument("--dtype", choices=checkpoint.DTYPES, default="bfloat16", help="of the written weights")
-    g.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
+    g.add_argument("--dtype", **flags.one_of(checkpoint.DTYPES), default="bfloat16", help="of the written weights")
+    g.add_argument(
+        "--compute-dtype", **flags.one_of(("float32", "bfloat16")), help="default: bfloat16 on a GPU, else float32"
+    )
     g = p.add_argument_group("machine")
     g.add_argument("--micro-batch", type=count, metavar="N", help="windows at once on a rank (default: all its share)")
     g.add_argument("--recompute", action="store_true", help="the backward pass computes layers again: less memory")

@@ -62,7 +62,9 @@ def main(argv=None):
     p.add_argument("--compare", required=True, metavar="DIR", help="the model whose answers are right")
     p.add_argument("--prompts", type=count, default=200, metavar="N", help="how many prompts (default: 200)")
     p.add_argument("--tokens", type=count, default=20, metavar="N", help="of an answer, at most (default: 20)")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, default="float32", help="default: float32, of few ties")
+    p.add_argument(
+        "--dtype", **flags.one_of(checkpoint.DTYPES), default="float32", help="default: float32, of few ties"
+    )
     flags.add_rank_flags(p)
     flags.add_json_flag(p, "the line")
     args = p.parse_args(argv)

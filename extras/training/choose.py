@@ -117,7 +117,7 @@ def parse(argv):
     p.add_argument("--wiring", default="ladder", metavar="NAME[-K]", help="how to rewire them (default: ladder)")
     p.add_argument("--max-tokens", type=from_two, default=2000, metavar="N", help="of the text (default: 2000)")
     p.add_argument("--window", type=from_two, default=256, metavar="N", help="tokens of a window (default: 256)")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
+    p.add_argument("--dtype", **flags.one_of(checkpoint.DTYPES), help="default: the checkpoint's own")
     p.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if there is a GPU, else cpu")
     p.add_argument("--plot", metavar="FILE", help="draw the losses as a .png or .svg")
     flags.add_json_flag(p, "the results")
@@ -125,7 +125,7 @@ def parse(argv):
     g.add_argument("--link", type=link.parse, metavar="LINK", help=f"between the ranks: {link.LINK_FORMS}")
     g.add_argument("--tp", type=from_two, default=8, metavar="N", help="ranks (default: 8)")
     g.add_argument("--batch", type=count, default=1, metavar="B", help="rows (default: 1)")
-    g.add_argument("--gpu", choices=advise.GPUS, default="h100", help="of each rank (default: h100)")
+    g.add_argument("--gpu", **flags.one_of(advise.GPUS), default="h100", help="of each rank (default: h100)")
     return p.parse_args(argv)
 
 

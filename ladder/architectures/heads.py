@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder.architectures import Architecture
-from ladder.errors import InputError
+from ladder.errors import FieldError, InputError
 from ladder.kernels.registry import plain
 from ladder.layers.norms import NORMS
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT
@@ -42,9 +42,9 @@ class Heads(Architecture):
         """Raise InputError if the settings contradict one another, or other fields of the config."""
         scaling = config.rope_scaling or {}
         if self.llama4_beta and ORIGINAL_CONTEXT not in scaling:
-            raise InputError(f"llama4_beta needs a rope_scaling with {ORIGINAL_CONTEXT}")
+            raise FieldError("{llama4_beta.name} needs a rope_scaling with " + ORIGINAL_CONTEXT, self)
         if self.window_rope_theta and "long_factor" in scaling:
-            raise InputError("window_rope_theta is not for longrope")
+            raise FieldError("{window_rope_theta.name} is not for longrope", self)
         if self.whole_qk_norm and not (self.qk_norm and config.norm == "rms"):
             raise InputError("whole_qk_norm needs qk_norm and a norm 'rms'")
         if self.whole_qk_norm and config.named_wiring.reads_partials and config.wiring != "upper-bound":
@@ -52,10 +52,11 @@ class Heads(Architecture):
         if self.sinks and self.score_cap:
             raise InputError("sinks are not for score_cap")
         if self.window_layers and (self.sliding_window or 0) < 1:
-            raise InputError("window_layers needs a sliding_window of 1 or more tokens")
+            raise FieldError("{window_layers.name} needs a sliding_window of 1 or more tokens", self)
         for name in "window_layers", "nope_layers":
             if not {*getattr(self, name)} <= {*range(config.n_layers)}:
-                raise InputError(f"{name} takes layers from 0 to {config.n_layers - 1}, not {getattr(self, name)}")
+                message = f"{{{name}.name}} takes layers from 0 to {config.n_layers - 1}, not {getattr(self, name)}"
+                raise FieldError(message, self)
 
     def of_first_layers(self, n_layers):
         windowed = tuple(i for i in self.window_layers if i < n_layers)

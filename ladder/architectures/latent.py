@@ -27,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder.architectures import Architecture
-from ladder.errors import InputError
+from ladder.errors import FieldError, InputError
 from ladder.kernels.registry import has_global_hooks, plain
 from ladder.layers.attention_inputs import rotate, unpaired
 from ladder.layers.norms import RMSNorm
@@ -64,9 +64,9 @@ class Latent(Architecture):
                 + "not {}, {} and {}".format(*given)
             )
         if name := next((n for n in NOT_COMPUTED if getattr(config, n)), None):
-            raise InputError(f"{name} is not for latent attention")
+            raise FieldError(f"{{{name}.name}} is not for latent attention", config)
         if self.query_rank == 0:
-            raise InputError("query_rank is 0 but must be above 0, or null")
+            raise FieldError("{query_rank.name} is 0 but must be above 0, or null", self)
         for other in config.architecture:
             if other is not self and type(other).attention is not Architecture.attention:
                 raise InputError(f"a model with {self.name} has no {other.name}: both say how it attends")

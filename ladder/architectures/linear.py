@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ladder.architectures import Architecture
-from ladder.errors import InputError
+from ladder.errors import FieldError, InputError
 from ladder.layers.norms import RMSNorm
 from ladder.sources.matrices import Renamed
 from model import Linear
@@ -48,7 +48,7 @@ class LinearAttention(Architecture):
         if min(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width) < 1:
             raise InputError("linear: the numbers of heads, their dimensions and conv_width are at least 1")
         if self.value_heads % self.key_heads:
-            raise InputError(f"value_heads {self.value_heads} is no multiple of key_heads {self.key_heads}")
+            raise FieldError("{value_heads} is no multiple of {key_heads}", self)
 
     def of_first_layers(self, n_layers):
         return dataclasses.replace(self, layers=tuple(i for i in self.layers if i < n_layers))

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from ladder.architectures import Architecture
 from ladder.architectures.experts import GPU_KERNELS, Experts
-from ladder.errors import InputError
+from ladder.errors import FieldError, InputError, as_json
 from ladder.sources.matrices import Renamed
 from model import FeedForward, Linear, mlp_sublayer
 
@@ -47,9 +47,10 @@ class Mixture(Architecture):
         """Raise InputError if the settings make no mixture of experts, or the wiring is none for it."""
         wiring, E, groups = config.named_wiring, self.n_experts, self.expert_groups
         if not {*self.dense_layers} <= {*range(config.n_layers)}:
-            raise InputError(f"dense_layers takes layers from 0 to {config.n_layers - 1}, not {self.dense_layers}")
+            words = f"takes layers from 0 to {config.n_layers - 1}, not {self.dense_layers}"
+            raise FieldError("{dense_layers.name} " + words, self)
         if self.shared_expert_gate and not self.shared_expert_size:
-            raise InputError("shared_expert_gate needs a shared_expert_size")
+            raise FieldError("{shared_expert_gate.name} needs a {shared_expert_size.name}", self)
         if self.clamped_swiglu and (self.shared_expert_size or self.dense_layers or self.router != "softmax"):
             raise InputError("clamped_swiglu is not for shared experts, dense layers or other routers than 'softmax'")
         if config.activation != "silu" or config.mlp_bias:
@@ -58,19 +59,19 @@ class Mixture(Architecture):
         if min(E, self.expert_size) < 1:
             raise InputError(f"a mixture of {E} experts of {self.expert_size} neurons needs at least 1 of each")
         if not 1 <= self.experts_per_token <= E:
-            raise InputError(f"experts_per_token is {self.experts_per_token} but must be from 1 to {E}")
+            bounds = "from 1 to {n_experts.value}"
+            raise FieldError("{experts_per_token.name} is {experts_per_token.value} but must be " + bounds, self)
         if wiring.reads_partials and config.wiring != "upper-bound":
             why = "ranks with streams of their own would choose different experts"
             raise InputError(f"wiring {config.wiring} is not for mixtures of experts: {why}")
         if self.router not in ROUTERS:
             raise InputError(f"router {self.router!r} is unknown; known: {', '.join(ROUTERS)}")
         if groups and (E % groups or not 1 <= (self.chosen_groups or 0) <= groups or E // groups < 2):
-            chosen = self.chosen_groups
-            raise InputError(f"expert_groups {groups}, of which {chosen} are chosen, do not divide n_experts {E}")
-        if groups and self.experts_per_token > E // groups * self.chosen_groups:
-            raise InputError(
-                f"experts_per_token {self.experts_per_token} are more than {self.chosen_groups} groups have"
+            raise FieldError(
+                "{expert_groups}, of which {chosen_groups.value} are chosen, do not divide {n_experts}", self
             )
+        if groups and self.experts_per_token > E // groups * self.chosen_groups:
+            raise FieldError("{experts_per_token} are more than {chosen_groups.value} groups have", self)
 
     def of_first_layers(self, n_layers):
         return dataclasses.replace(self, dense_layers=tuple(i for i in self.dense_layers if i < n_layers))
@@ -271,7 +272,7 @@ def deepseek_from_hf(hf):
             raise InputError(f"{key} is null but must be a number above 0")
     method = hf.get("topk_method", "group_limited_greedy")  # only DeepSeek V2 has another one
     if method not in ("greedy", "group_limited_greedy"):
-        raise InputError(f"topk_method {method!r} is not supported, only greedy and group_limited_greedy are")
+        raise InputError(f"topk_method {as_json(method)} is not supported, only greedy and group_limited_greedy are")
     groups = hf["n_group"] if method != "greedy" and (hf["n_group"] or 1) > 1 else None
     n_dense = hf.get("first_k_dense_replace", 1) or 0
     return {

@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import re
-import reprlib
 import types
 import typing
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ladder.architectures import ARCHITECTURES, find_architecture
-from ladder.errors import InputError, first_line
+from ladder.errors import FieldError, InputError, as_json, first_line, naming
 from ladder.kernels.huge_pages import empty_in_huge_pages
 from ladder.layers.attention_inputs import rope_frequencies
 from ladder.progress import progress
@@ -24,6 +23,10 @@ from model import Config
 
 MOST_LAYERS = 1000  # more are refused before they are built
 LARGEST_NUMBER = {int: 2**24, float: 1e30}  # in a config.json
+TYPE_NAMES = {  # of JSON, for messages
+    int: "a whole number", float: "a number", bool: "true or false", int | None: "a whole number or null",
+    float | None: "a number or null",
+}  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED_DTYPES = {  # {what a safetensors file calls a dtype: the dtype}
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -98,21 +101,22 @@ def _is_a(value, annotation):
     return isinstance(value, annotation)
 
 
-def check_fields(kind, values, source):
-    """Raise InputError, which names the source, unless a dict from a file has a dataclass's fields and their types."""
+def check_fields(kind, values, prefix=""):
+    """Raise InputError, with a prefix, unless a dict from a file has a dataclass's fields and their types."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name, field in fields.items():
         value = values.get(name)
         above_zero = field.type in LARGEST_NUMBER
         if name in values and not (_is_a(value, field.type) and (value or not above_zero)):
-            words = inspect.formatannotation(field.type) + " above 0" * above_zero
-            raise InputError(f"{source}: {name} is {reprlib.repr(value)} but must be {words}")
+            words = TYPE_NAMES.get(field.type, inspect.formatannotation(field.type)) + " above 0" * above_zero
+            raise FieldError(f"{prefix}{{{name}.name}} is {{{name}.value}} but must be {words}", kind, values)
     required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-    for what, keys in ("unknown", values.keys() - fields.keys()), ("no", required - values.keys()):
-        if keys:
-            is_old = what == "unknown" and kind is Config
-            old = "; if an earlier version converted this folder, convert it again" if is_old else ""
-            raise InputError(f"{source}: {what} key {min(keys)!r}{old}")
+    if unknown := values.keys() - fields.keys():
+        old = "; if an earlier version converted this folder, convert it again" if kind is Config else ""
+        raise InputError(f"{prefix}unknown key {min(unknown)!r}{old}")
+    if missing := required - values.keys():
+        name = min(missing)
+        raise FieldError(f"{prefix}no key '{{{name}.name}}'", kind, {name: None})
 
 
 def with_tuples(values):
@@ -120,36 +124,37 @@ def with_tuples(values):
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def make_architecture(values, source):
+def make_architecture(values):
     """Return Config.architecture from {name: {setting: value}}. Raises InputError."""
     if not isinstance(values, dict):
-        raise InputError(f"{source}: architecture is {reprlib.repr(values)} but must be an object")
+        raise InputError(f"architecture is {as_json(values)} but must be an object")
     result = []
     for name, settings in values.items():
         if name not in ARCHITECTURES or not isinstance(settings, dict):
             known = ", ".join(ARCHITECTURES)
-            raise InputError(f"{source}: architecture {name!r} is unknown, or no object; known: {known}")
+            raise InputError(f"architecture {name!r} is unknown, or no object; known: {known}")
         kind = find_architecture(name)
         settings = with_tuples(settings)
-        check_fields(kind, settings, f"{source}: {name}")
+        check_fields(kind, settings, f"{name}: ")
         result.append(kind(**settings))
     return tuple(result)
 
 
-def make_config(values, source):
-    """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
+def make_config(values):
+    """Return the Config of a dict from a file. Raises InputError, a FieldError where a field is bad."""
     values = with_tuples(values)
-    values["architecture"] = make_architecture(values.get("architecture", {}), source)
-    check_fields(Config, values, source)
+    values["architecture"] = make_architecture(values.get("architecture", {}))
+    check_fields(Config, values)
     if values["n_layers"] > MOST_LAYERS:
-        raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
+        raise FieldError(f"{{n_layers.name}} is {{n_layers.value}} but must be at most {MOST_LAYERS}", Config, values)
     try:
         config = Config(**values)
         rope_frequencies(config)
         return config
+    except InputError:
+        raise
     except (ArithmeticError, TypeError, ValueError) as e:
-        what = "" if isinstance(e, InputError) else "values do not fit one another: "
-        raise InputError(f"{source}: {what}{first_line(e)}") from None
+        raise InputError(f"values do not fit one another: {first_line(e)}") from None
 
 
 def read_config(folder):
@@ -167,7 +172,8 @@ def read_config(folder):
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
-    return make_config(values, path)
+    with naming(path):
+        return make_config(values)
 
 
 def shards(index):

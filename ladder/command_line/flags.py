@@ -1,16 +1,14 @@
 """Flags that several scripts share."""
 
 import argparse
-import contextlib
 import math
 import os
-import re
 import sys
 import textwrap
 from pathlib import Path
 
 from ladder.checkpoints import checkpoint
-from ladder.errors import InputError, did_you_mean
+from ladder.errors import InputError, did_you_mean, naming
 from ladder.ranks.world import rank_and_size
 from model import all_wirings, residual_loop, rewired
 
@@ -33,14 +31,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=Help)
 
     def error(self, message):
-        refused = r"unrecognized arguments: (?:.* )?(-[^ =]+)|invalid choice: '(.*)' \(choose from (.*)\)"
-        flag, choice, choices = match.groups() if (match := re.search(refused, message)) else (None, None, None)
-        hint = did_you_mean(flag, self._option_string_actions) if flag else ""
-        hint = did_you_mean(choice, re.findall(r"[\w.-]+", choices)) if choice else hint
-        if message.endswith("required") or "are required: " in message:  # perhaps given under a name that is none
-            names = [text.partition("=")[0] for text in self.given if text.startswith("--")]
-            wrong = [name for name in names if not any(own.startswith(name) for own in self._option_string_actions)]
-            hint = f"; {wrong[0]} is no flag{did_you_mean(wrong[0], self._option_string_actions)}" if wrong else ""
+        """Raise InputError. The message ends in the first misspelt flag, which may be why another one is missing."""
+        known = self._option_string_actions
+        names = [text.partition("=")[0] for text in self.given if text.startswith("-")]
+        flags = [name for name in names if name.replace("-", "").isidentifier()]  # the others are numbers or texts
+        wrong = [name for name in flags if not any(own.startswith(name) for own in known)]
+        hint = f"; {wrong[0]} is no flag{did_you_mean(wrong[0], known)}" if wrong else ""
         raise InputError(message.removeprefix("argument ") + hint)
 
     def print_help(self, file=None):
@@ -83,6 +79,18 @@ def shares(text):
     return text if text == "auto" else tuple(map(count, text.split(",")))
 
 
+def one_of(names):
+    """Return the type and the metavar of a flag that takes one of these names: argparse's choices, with a hint."""
+
+    def parse(text):
+        if text not in names:
+            hint = did_you_mean(text, names)
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}{hint}")
+        return text
+
+    return {"type": parse, "metavar": f"{{{','.join(names)}}}"}
+
+
 def appendable(path):
     """Return a path that lines can be appended to (an argparse type)."""
     folder = os.path.dirname(path) or "."
@@ -99,7 +107,7 @@ def add_model_flags(parser, required=False):
     words = "random weights of a named size, such as 1b, 8b or 70b, or N layers of it, e.g. 8b:4, or 8b:4:int8"
     which.add_argument("--model", metavar="NAME[:N][:int8|:int4|:fp8]", help=words)
     words = "of the weights (default: the checkpoint's, or bfloat16)"
-    parser.add_argument("--dtype", choices=checkpoint.DTYPES, help=words)
+    parser.add_argument("--dtype", **one_of(checkpoint.DTYPES), help=words)
 
 
 def read_config(args):
@@ -135,7 +143,7 @@ def add_rank_flags(parser, sharded=False, comm=True):
 def add_output_flags(parser, example):
     """Add the flags of a script that writes a folder in another format."""
     parser.add_argument("--out", metavar="DIR", required=True, help=f"the folder to write, e.g. {example}")
-    parser.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the written weights; default: their own")
+    parser.add_argument("--dtype", **one_of(checkpoint.DTYPES), help="of the written weights; default: their own")
     size, words = number(float, 0, above=True), "GB of the largest file, about the memory needed"
     parser.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=words)
 
@@ -155,15 +163,6 @@ def add_wiring_flags(parser):
     g = g.add_mutually_exclusive_group()
     g.add_argument("--wiring", metavar="NAME[-K][:N|:I,J,...|:I-J][/L]", help="\n".join(words).replace("%", "%%"))
     g.add_argument("--ladder", dest="wiring", action="store_const", const="ladder", help="means --wiring ladder")
-
-
-@contextlib.contextmanager
-def naming(flag):
-    """Let the InputErrors of a block begin with a flag."""
-    try:
-        yield
-    except InputError as e:
-        raise InputError(f"{flag}: {e}") from None
 
 
 def with_wiring(config, args):

@@ -1,18 +1,13 @@
 """What the values of a Hugging Face config.json must be, and the names of its keys for messages about our Config."""
 
-import re
-import reprlib
-
-from ladder.architectures import ARCHITECTURES, all_architectures
 from ladder.checkpoints.checkpoint import LARGEST_NUMBER, MOST_LAYERS
-from ladder.errors import InputError
+from ladder.errors import InputError, as_json
 
 HF_KEYS = {  # {a field of Config: the key that it comes from}, where these differ
     "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
     "dim": "hidden_size", "max_seq_len": "max_position_embeddings", "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings", "rotary_dim": "partial_rotary_factor * head_dim",
     "eos_ids": "eos_token_id", "bos_id": "bos_token_id", "qkv_bias": "attention_bias", "wo_bias": "attention_bias",
-    "None": "null", "bool": "true or false", "int": "a whole number", "float": "a number",  # of JSON
 }  # fmt: skip
 
 
@@ -75,13 +70,4 @@ def check_values(values, keys, prefix=""):
     for key, value in values.items():
         words, fits = KIND_OF.get(key, ("", None))
         if key in keys and fits and value is not None and not fits(value):
-            raise InputError(f"{prefix}{key} is {reprlib.repr(value)} but must be {words}")
-
-
-def with_hf_keys(message, values):
-    """Return a message about fields of Config with Hugging Face's keys in their place. values: of the config.json."""
-    keys = dict(HF_KEYS)
-    for name, kind in all_architectures().items():
-        others = [other for other in ARCHITECTURES if other != name and f"{other}: " in message]
-        keys |= {} if others else kind.hf_keys  # a message about one architecture has the words of that one
-    return re.sub(r"\w+", lambda match: match[0] if match[0] in values else keys.get(match[0], match[0]), message)
+            raise InputError(f"{prefix}{key} is {as_json(value)} but must be {words}")

@@ -5,7 +5,6 @@ import math
 import os
 import pkgutil
 import re
-import reprlib
 from collections import Counter
 
 import torch
@@ -14,10 +13,10 @@ from ladder.architectures import all_architectures, farskip
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.checkpoint import read_json
 from ladder.checkpoints.compare import TOKENIZER_FILES
-from ladder.errors import InputError, first_line
+from ladder.errors import FieldError, InputError, as_json, first_line
 from ladder.layers.attention_inputs import unpaired
 from ladder.layers.rope_scaling import ORIGINAL_CONTEXT, ROPE_KEYS
-from ladder.sources.config_values import check_values, with_hf_keys
+from ladder.sources.config_values import HF_KEYS, check_values
 from ladder.sources.families import FAMILIES, HARMLESS, NESTED, ONLY_VALUES, REMEDIES, REQUIRED, find_family
 from ladder.sources.matrices import Renamed, Tensors, are_equal, multiply
 from ladder.sources.quantized_formats import dequantizing
@@ -77,7 +76,7 @@ def text_values(values):
     if not isinstance(outer, str) or outer not in NESTED:
         return values
     if not isinstance(text, dict):
-        raise InputError(f"model_type is {outer}, but text_config is {text!r}, no config of a language model")
+        raise InputError(f"model_type is {outer}, but text_config is {as_json(text)}, no config of a language model")
     for key in (*ROPE_PLACES, *SINGLE_ROPE_KEYS):
         if values.get(key) is not None and values[key] != text.get(key):
             raise InputError(f"{key} stands beside text_config, where it is not read: move it into text_config")
@@ -127,7 +126,7 @@ def read_hf(values):
         raise InputError("this is a checkpoint of this project already, which needs no conversion")
     check_values(values, {"num_hidden_layers", "rope_scaling", "rope_parameters"})
     if not isinstance(name, str) or name not in FAMILIES:
-        raise InputError(f"model_type {name!r} is not supported; {', '.join(FAMILIES)} are")
+        raise InputError(f"model_type {as_json(name)} is not supported; {', '.join(FAMILIES)} are")
     family = FAMILIES[name]
     known = family.keys
     if family.translate:
@@ -146,14 +145,14 @@ def read_hf(values):
             if key in REMEDIES and value:
                 raise InputError(f"{key} is not supported; {REMEDIES[key]}")
             if key not in known and value not in (only.get(key, value), None):
-                raise InputError(f"{key} {value!r} is not supported, only {only[key]!r} is")
+                raise InputError(f"{key} {as_json(value)} is not supported, only {as_json(only[key])} is")
             if key not in names | harmless and value is not None:
                 ignored[prefix + repr(key)[1:-1]] = value
         results.append({key: value for key, value in given.items() if key in names})
     if ignored and family.strict:
         key, value = ignored.popitem()
         words = "drop it from config.json if what the model computes does not depend on it"
-        raise InputError(f"{key} {reprlib.repr(value)} is unknown: {words}")
+        raise InputError(f"{key} {as_json(value)} is unknown: {words}")
     own, rope, near = results
     for key, instead in INTERVALS.items():
         if key in known and own.get(key, known[key]) is None and not own.get(instead):
@@ -187,14 +186,17 @@ def read_generation(path):
 
 def read_config(values, where, generated):
     """Return (the result of read_hf, the Config) of a config.json and a generation_config.json. where: for messages."""
-    text = values
     try:
-        hf, text = read_hf(values), text_values(values)
-        ours = our_values(hf) | {"eos_ids": eos_ids(text, hf, generated)}
-        return hf, checkpoint.make_config(ours, where)
+        hf = read_hf(values)
+        ours = our_values(hf) | {"eos_ids": eos_ids(text_values(values), hf, generated)}
+        return hf, checkpoint.make_config(ours)
+    except FieldError as e:
+        names = getattr(e.owner, "hf_keys", HF_KEYS)  # a Config has none of its own
+        own = {name: key for name, key in names.items() if name not in hf}  # qwen2_moe itself has a qkv_bias
+        raise InputError(f"{where}: {e.with_names(own)}") from None
     except (InputError, AttributeError, ArithmeticError, KeyError, TypeError, ValueError) as e:
         what = "" if isinstance(e, InputError) else "values do not fit one another: "
-        raise InputError(f"{where}: {what}{with_hf_keys(first_line(e).removeprefix(f'{where}: '), text)}") from None
+        raise InputError(f"{where}: {what}{first_line(e)}") from None
 
 
 def context_from_hf(hf, scaling):
@@ -255,8 +257,8 @@ def rotary_from_hf(hf, head_dim):
     rope, near, theta = hf["rope_scaling"], hf["near_rope"], hf["rope_theta"]
     part = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     rotary_dim, scaling = int(head_dim * part), rope_scaling_from_hf(hf)
-    if near.get("rope_type", "default") != "default":
-        raise InputError(f"rope_type {near['rope_type']!r} of sliding_attention is not supported, only 'default' is")
+    if (kind := near.get("rope_type", "default")) != "default":
+        raise InputError(f"rope_type {as_json(kind)} of sliding_attention is not supported, only 'default' is")
     return {
         "rope_theta": rope.get("rope_theta", theta), "rope_scaling": scaling,
         "rotary_dim": rotary_dim if rotary_dim != head_dim else None,
@@ -271,7 +273,7 @@ def rope_scaling_from_hf(hf):
     if kind == "default":
         return None
     if kind not in ROPE_KEYS:
-        raise InputError(f"rope type {kind!r} is not supported, only default, {', '.join(ROPE_KEYS)} are")
+        raise InputError(f"rope type {as_json(kind)} is not supported, only default, {', '.join(ROPE_KEYS)} are")
     original = hf.get(ORIGINAL_CONTEXT) or rope.get(ORIGINAL_CONTEXT) or context
     factor, scaling = rope.get("factor") or context / original, {}
     if kind == "yarn":

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ladder.checkpoints import checkpoint
-from ladder.errors import InputError
+from ladder.errors import InputError, naming
 from ladder.layers.attention_inputs import unpaired
 from ladder.sources.source import Source
 
@@ -36,7 +36,8 @@ class Llama2cWeights(Source):
             "vocab_size": abs(V), "max_seq_len": context, "tie_embeddings": V > 0, "bos_id": 1,
             "eos_ids": (1, 2),  # its training texts are separated by BOS
         }  # fmt: skip
-        self.config = checkpoint.make_config(values, path)
+        with naming(path):
+            self.config = checkpoint.make_config(values)
         layout = {
             "model.embed_tokens": (abs(V), D), "input_layernorm": (L, D), "self_attn.q_proj": (L, N * H, D),
             "self_attn.k_proj": (L, K * H, D), "self_attn.v_proj": (L, K * H, D), "self_attn.o_proj": (L, D, N * H),
