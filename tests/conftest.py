@@ -16,7 +16,9 @@ os.environ["HF_MODULES_CACHE"] = os.path.join(tempfile.gettempdir(), f"ladder-fa
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, random_model, stop_ranks, train_tokenizer, write_model
+from configs import BASE
+from helpers import random_model, train_tokenizer, write_model
+from running import stop_ranks
 
 from ladder.errors import InputError
 from ladder.kernels import registry

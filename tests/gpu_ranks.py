@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from helpers import change, last_logits, random_model, shard, unequal_rows
+from configs import change
+from helpers import last_logits, random_model, shard, unequal_rows
 
 from generate import Runner, generate
 from ladder.checkpoints.sizes import RandomWeights

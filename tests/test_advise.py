@@ -6,7 +6,8 @@ import shlex
 
 import pytest
 import torch
-from helpers import BASE, ROOT, change, queued, random_model, write_model
+from configs import BASE, change, queued
+from helpers import ROOT, random_model, write_model
 
 from extras.measure import advise
 from extras.measure.advise import Machine, Times

@@ -9,13 +9,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers import BASE, change, random_model, rank_logits, run_ranks, shard, unequal_rows, write_model
+from collective_order import generated_code, order_in_code, squeeze
+from configs import BASE, change
+from decoding_runs import bench_flags, cell_texts
+from file_edits import change_tensors, edit_config
+from gpu import OnAGpu
+from helpers import random_model, rank_logits, shard, unequal_rows, write_model
+from hf_folders import TOKENS, check_parity, convert, hf_model
+from parity import check_against_the_reference
+from quantized_models import check_quantized_twin
 from reference import MixtureReference
+from running import run_ranks
 from safetensors.torch import load_file, save_file
-from test_bench import cell_flags, texts_of_cells
-from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
-from test_generate import edit_config
-from test_wiring import calls, check_against_the_reference, generated_code, squeeze
 
 import model
 import quantize
@@ -29,7 +34,7 @@ from ladder.checkpoints import checkpoint
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.decoding.batch import pad
 from ladder.errors import InputError
-from ladder.kernels import quant_linear, registry
+from ladder.kernels import registry
 from ladder.kernels.cpu import skinny_gemm
 from ladder.memory import step_bytes
 from ladder.ranks.collectives import collective
@@ -107,7 +112,7 @@ def test_farskip_waits_for_a_dense_layer_alone(fake_world):
     order = "start1 start2 wait1 start3 wait2 start4 wait3 wait4 start5 start6 wait5 start7 wait6 start8 wait7 wait8"
     assert " ".join(comm.events) == order
     # the compiler's code computes before each start
-    compiled = calls(generated_code(config, fake_world(0, 2), 2, 1, torch.float32))
+    compiled = order_in_code(generated_code(config, fake_world(0, 2), 2, 1, torch.float32))
     assert squeeze(compiled) == order.replace("start", "c start") + " c"  # and the output head
 
 
@@ -162,8 +167,8 @@ def test_equal_scores_and_an_expert_that_nobody_chose():
 def test_farskip_has_other_shards_than_a_ladder(tmp_path):
     config = change(BASE, mixture={"n_experts": 3, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 32})
     write_model(tmp_path, config, random_model(config).state_dict(), torch.float32)
-    words = cell_flags(tmp_path, "--batch", 2, "--dtype", "float32", "--eager", "--wiring", "ladder", "farskip")
-    for wiring, _, mine, alone in run_ranks(2, texts_of_cells, words)[0]:
+    words = bench_flags(tmp_path, "--batch", 2, "--dtype", "float32", "--eager", "--wiring", "ladder", "farskip")
+    for wiring, _, mine, alone in run_ranks(2, cell_texts, words)[0]:
         assert mine == alone, wiring
 
 
@@ -194,29 +199,9 @@ def test_a_limit_counts_the_experts_that_its_tokens_choose():
 def test_integers_are_their_dequantized_twin(mode, ranks, wiring, tmp_path):
     config = change(SHARED, dim=64, mixture={"expert_size": 96, "shared_expert_size": 64})  # no MLP of 100 neurons
     config = change(config, wiring=wiring, head_dim=16, n_heads=12, n_kv_heads=4)
-    names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
+    names = check_quantized_twin(config, random_model(config).state_dict(), mode, ranks, tmp_path)
     assert {"layers.0.feed_forward.experts.w2.scales", "layers.0.feed_forward.router.weight"} <= names
     assert "layers.0.feed_forward.router.scales" not in names
-
-
-def check_integers(config, exact, mode, ranks, tmp_path):
-    """Quantize the tensors `exact`; the logits of ranks are those of the integers as floats. Returns their names."""
-    (tmp_path / "float").mkdir()
-    write_model(tmp_path / "float", config, exact, torch.float32)
-    options = ["--group-size", "32"] if mode == "int4" else []
-    quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
-    own = checkpoint.read_config(tmp_path / mode)
-    state = load_file(tmp_path / mode / "model.safetensors")
-    twin = {}
-    for name in exact:
-        path = name.removesuffix(".weight")
-        parts = [state.get(n) for n in (name, f"{path}.scales", f"{path}.zeros")]
-        twin[name] = parts[0] if parts[1] is None else quant_linear.dequantize(*(p if p is None else p.float() if
-                     p.is_floating_point() else p for p in parts))  # fmt: skip
-    expected = rank_logits(None, config, twin)
-    for logits in run_ranks(ranks, rank_logits, own, state):
-        assert (logits - expected).abs().max() < 2e-3
-    return state.keys()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,10 +273,6 @@ def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
         every += experts.every(x, chosen, *own).double()
     for result in grouped, gathered, every:
         assert (result - expected).abs().max() < 0.02 * expected.abs().max()
-
-
-class OnAGpu(torch.Tensor):
-    is_cuda = True
 
 
 @pytest.mark.parametrize("kind, tokens, compiles, way", [

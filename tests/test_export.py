@@ -7,9 +7,11 @@ import types
 
 import pytest
 import torch
-from helpers import BASE, ROOT, YARN, change, greedy_tokens, random_model, script, shared_data, write_model
+from configs import BASE, YARN, change
+from helpers import ROOT, greedy_tokens, random_model, shared_data, write_model
+from hf_folders import FOLDED, HF_FAMILIES, MULTIMODAL, SMALL, TOKENS, check_parity, convert, hf_model, multimodal_model
+from running import script
 from safetensors.torch import load_file
-from test_convert import FAMILIES, FOLDED, NESTED, SMALL, TOKENS, check_parity, convert, hf_model, nested
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import convert_hf_checkpoint
@@ -118,7 +120,7 @@ REFUSED_FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *FOLDED])
+@pytest.mark.parametrize("family", [*HF_FAMILIES, *FOLDED])
 def test_transformers_own_families_come_back(family, tmp_path):
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "hf")
@@ -225,9 +227,11 @@ def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenize
         verify.main([hf, str(tmp_path / "other")])
 
 
-@pytest.mark.parametrize("family", ["gemma2", "glm4, yarn", "olmo3", *NESTED])
+@pytest.mark.parametrize("family", ["gemma2", "glm4, yarn", "olmo3", *MULTIMODAL])
 def test_verify_runs_every_family(family, tmp_path, capsys):
-    theirs = nested(*NESTED[family], tie_word_embeddings=False) if family in NESTED else hf_model(family)
+    theirs = (
+        multimodal_model(*MULTIMODAL[family], tie_word_embeddings=False) if family in MULTIMODAL else hf_model(family)
+    )
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours")
     verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from faults import IMPORTS, PHASES
-from helpers import ROOT, command, random_model, train_tokenizer, write_model
+from helpers import ROOT, random_model, train_tokenizer, write_model
+from running import command
 
 from ladder.ranks.collectives import PROCESS_GROUPS
 from model import Config

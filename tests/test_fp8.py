@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import BASE, StateWeights, last_logits, rank_logits, run_ranks, shard, unequal_rows
+from configs import BASE
+from helpers import StateWeights, last_logits, rank_logits, shard, unequal_rows
+from quantized_models import E4M3_VALUES, e4m3_value, quantized_state
 from reference import Reference
-from test_quantize import quantized_state
+from running import run_ranks
 
 import tp
 from ladder.checkpoints import checkpoint, rounding, sizes
@@ -15,16 +17,6 @@ from ladder.kernels import quant_kernels, quant_linear, registry
 from ladder.kernels.gpu import integers
 
 CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160, quant="fp8")
-NUMBERS = [i for i in range(256) if i & 127 != 127]  # the bits of e4m3 but NaN
-
-
-def value(bits):
-    """What the bits of e4m3 stand for, by the definition: 1 of sign, 4 of exponent (bias 7), 3 of mantissa."""
-    sign, exponent, mantissa = -1 if bits & 128 else 1, bits >> 3 & 15, bits & 7
-    return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2 ** (exponent - 7))
-
-
-VALUES = torch.tensor(sorted(map(value, NUMBERS)), dtype=torch.float64)
 
 
 def make_linear(N, K, bias=False, seed=0):
@@ -44,9 +36,9 @@ def test_weights_are_the_nearest_numbers_of_e4m3():
     q, scales = rounding.to_e4m3(w)
     assert q.dtype == torch.float8_e4m3fn and scales.dtype == torch.bfloat16 and scales.shape == (30, 1)
     assert torch.equal(q.double(), q.view(torch.uint8).double().apply_(
-        lambda bits: value(int(bits))))  # fmt: skip
+        lambda bits: e4m3_value(int(bits))))  # fmt: skip
     exact, s = w.double(), scales.double()
-    nearest = (VALUES * s[..., None] - exact[..., None]).abs().amin(-1)
+    nearest = (E4M3_VALUES * s[..., None] - exact[..., None]).abs().amin(-1)
     assert ((q.double() * s - exact).abs() <= nearest + 1e-6 * exact.abs()).all() and (q[3].double() == 0).all()
     assert (q.double().abs().amax(1)[[0, 1, 2, 4]] >= 416).all()  # the range is used
 
@@ -59,7 +51,7 @@ def test_a_product_is_that_of_scaled_tokens(bias, monkeypatch):
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-4, 2, 5)[:, None]
     x[1, 2] = 0
     s = x.double().abs().amax(-1, keepdim=True) / 448
-    q = VALUES[(VALUES - (x.double() / s.where(s > 0, 1))[..., None]).abs().argmin(-1)]
+    q = E4M3_VALUES[(E4M3_VALUES - (x.double() / s.where(s > 0, 1))[..., None]).abs().argmin(-1)]
     w = linear.weight.double() * linear.scales.double()
     exact = (q * s) @ w.T + (linear.bias.double() if bias else 0)
     size = (q * s).abs() @ w.abs().T + (linear.bias.double().abs() if bias else 0)

@@ -16,35 +16,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    WIRED,
-    change,
-    check_split_attention,
-    command,
-    last_logits,
-    random_model,
-    script,
-    unequal_rows,
-    wired_id,
-)
+from configs import WIRED, change, wired_id
+from gpu import CONFIG, DEVICE, ON_CPU
+from helpers import check_split_attention, last_logits, random_model, unequal_rows
 from reference import MixtureReference
+from running import command, script
 
 from ladder.checkpoints.sizes import RandomWeights
 from ladder.kernels import quant_kernels, quant_linear, registry
 from ladder.kernels.gpu import integers
-from model import Config
 from tp import load_shard
 
-ON_CPU = os.environ.get("LADDER_TEST_GPU") == "cpu"
-DEVICE = torch.device("cpu" if ON_CPU else "cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not (ON_CPU or torch.cuda.is_available()), reason="needs a GPU, and LADDER_TEST_GPU=1"),
 ]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 COMPILED = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-# shapes that all kernels take: K in multiples of 128, N of 8
-CONFIG = Config(3, 8, 2, 16, 128, 256, 136, 64, bos_id=1, eos_ids=(2,))
 # mixtures whose steps gather the experts that tokens choose, or have all compute
 MIXED = [
     {**WIRED[1], "mixture": {"n_experts": 5, "experts_per_token": k, "expert_size": 72, "dense_layers": (1,)}}

@@ -5,9 +5,11 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import WIRED, wired_id
-from test_gpu import CONFIG, DEVICE, ON_CPU, _fresh, pytestmark  # noqa: F401
-from test_training import check_resumption, fresh, retrain  # noqa: F401
+from configs import WIRED, wired_id
+from gpu import CONFIG, DEVICE, ON_CPU
+from test_gpu import _fresh, pytestmark  # noqa: F401
+from test_training import fresh, retrain  # noqa: F401
+from training_runs import check_resumption
 
 from extras.measure import link
 from extras.measure.clock import run_layers

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu import DEVICE, ON_CPU
 from gpu_ranks import beside
-from helpers import command, script
-from test_gpu import DEVICE, ON_CPU, pytestmark  # noqa: F401
+from running import command, script
+from test_gpu import pytestmark  # noqa: F401
 
 from ladder.ranks.shared_gpu import SHARING_NCCL, nccl_version
 

@@ -7,11 +7,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, change, last_logits, run_ranks, write_model
+from collective_order import eager_order
+from configs import BASE, change
+from helpers import last_logits, write_model
 from laneformer import Laneformer
+from quantized_models import dequantized_state
+from running import run_ranks
 from safetensors.torch import load_file, save_file
-from test_quantize import dequantized_state
-from test_wiring import eager_order
 
 import convert_hf_checkpoint
 import generate

@@ -7,33 +7,15 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-from helpers import (
-    ANY_TP,
-    BASE,
-    change,
-    counted_kernels,
-    greedy_tokens,
-    last_logits,
-    random_model,
-    run_ranks,
-    unequal_rows,
-)
-from test_convert import (
-    YARN,
-    change_tensors,
-    check_config_as_on_the_hub,
-    check_family,
-    check_parity,
-    convert,
-    edit,
-    hf_model,
-)
-from test_drafts import make_runner
-from test_experts import check_integers
-from test_linear_attention import SETTINGS as LINEAR
-from test_linear_attention import WAYS, check_ranks
-from test_quantized_files import BLOCKS, fp8, write
-from test_serve import in_turns
+from configs import ANY_TP, BASE, LINEAR_SETTINGS, change
+from decoding_runs import answer_in_turns, make_runner
+from file_edits import change_tensors, edit_config
+from helpers import counted_kernels, greedy_tokens, last_logits, random_model, unequal_rows
+from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
+from parity import SPLITS, check_ranks_against_one_device
+from quantized_folders import BLOCKS, fp8, write_quantized
+from quantized_models import check_quantized_twin
+from running import run_ranks
 
 import generate
 from extras.export import to_hf
@@ -55,7 +37,7 @@ from tp import load_shard
 # ---------------------------------------------------------------------------------------------------------------------
 # Parity with transformers
 
-ROPE = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+ROPE = {**YARN_ROPE, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7}
 DEEPSEEK = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": None, "v_head_dim": 16,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
@@ -133,7 +115,7 @@ def instella(folder):
     theirs.net.save_pretrained(folder)
     gates = {f"model/layers/{i}/self_attn/gate_proj/weight": g.weight.detach() for i, g in enumerate(theirs.gates)}
     change_tensors(folder, **gates)
-    edit(folder, architectures=["InstellaMoEForCausalLM"], gated_attention=True, farskip=True)
+    edit_config(folder, architectures=["InstellaMoEForCausalLM"], gated_attention=True, farskip=True)
     return theirs
 
 
@@ -147,7 +129,7 @@ def test_e4m3_in_blocks_becomes_rows(family, tmp_path):
     def chosen(name):
         return name.endswith(("_proj.weight", "_with_mqa.weight")) and "experts." not in name
 
-    write(tmp_path / "hf", theirs, make, {**BLOCKS, "weight_block_size": [16, 16]}, chosen)
+    write_quantized(tmp_path / "hf", theirs, make, {**BLOCKS, "weight_block_size": [16, 16]}, chosen)
     ours = convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
     kept = {name.split(".")[-2] for name in checkpoint.Weights(tmp_path / "ours").names() if name.endswith(".scales")}
     assert ours.config.quant == "fp8" and kept >= {"wkv_a", "wo"} | ({"wq_a", "wq_b"} if "v3" in family else {"wq"})
@@ -176,7 +158,7 @@ def test_instella_is_deepseek_with_gates_and_two_streams(tmp_path):
 def test_farskip_in_some_layers_or_of_some_sublayers(keys, attentions, mlps, wiring, tmp_path):
     theirs = instella(tmp_path / "hf")
     theirs.early = attentions, mlps
-    edit(tmp_path / "hf", **keys)
+    edit_config(tmp_path / "hf", **keys)
     ours = convert(tmp_path / "hf", tmp_path / "ours")
     assert ours.config.wiring == wiring
     check_parity(ours, theirs)
@@ -225,7 +207,7 @@ BAD = [
 @pytest.mark.parametrize("values, tensors, words", BAD)
 def test_bad_folders_are_one_line(values, tensors, words, tmp_path):
     hf_model(("DeepseekV3Config", DEEPSEEK)).save_pretrained(tmp_path / "hf")
-    edit(tmp_path / "hf", **values)
+    edit_config(tmp_path / "hf", **values)
     change_tensors(tmp_path / "hf", **tensors)
     with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
         convert(tmp_path / "hf", tmp_path / "ours")
@@ -238,7 +220,7 @@ def test_bad_folders_are_one_line(values, tensors, words, tmp_path):
 ])  # fmt: skip
 def test_deepseek_v2_is_not_read_as_v3(values, words, tmp_path):
     hf_model(FAMILIES["deepseek v2"]).save_pretrained(tmp_path / "hf")
-    edit(tmp_path / "hf", **values)
+    edit_config(tmp_path / "hf", **values)
     with pytest.raises(InputError, match=words):
         huggingface.config_from_hf(tmp_path / "hf" / "config.json")
 
@@ -324,7 +306,7 @@ def test_the_absorbed_way_is_the_expanded_one(length, chunk_tokens):
     pytest.param(3, CONFIGS[-1:], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_ranks_compute_what_one_device_does(ranks, configs):
-    check_ranks(ranks, configs, WAYS)
+    check_ranks_against_one_device(ranks, configs, SPLITS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -332,7 +314,7 @@ def test_a_server_s_rows_answer_as_if_alone(ranks):
     ids = [[1, 5, 6, 7], [1, 9, 3, 9, 3], [1, 5, 6, 8, 4]]  # the last finds its beginning in a cache
     requests = [(when, {"ids": row, "max_tokens": 6}) for when, row in zip([0, 1, 20], ids, strict=True)]
     expected = [greedy_tokens(random_model(CONFIG), row, 6, end=2) for row in ids]
-    for answers, _ in run_ranks(ranks, in_turns, CONFIG, requests, 2):
+    for answers, _ in run_ranks(ranks, answer_in_turns, CONFIG, requests, 2):
         assert answers == expected
 
 
@@ -345,7 +327,7 @@ def test_greedy_tokens_do_not_know_of_a_draft():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, prefill", [(1, True), (2, False)])
 def test_compiled_ranks_compute_it_too(ranks, prefill):
-    check_ranks(ranks, [INSTELLA], [{"compile": True, "compile_prefill": prefill}])
+    check_ranks_against_one_device(ranks, [INSTELLA], [{"compile": True, "compile_prefill": prefill}])
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
@@ -354,7 +336,7 @@ def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
     settings = {**SETTINGS, "value_dim": 16, "query_rank": 32}
     config = change(INSTELLA, dim=64, intermediate_size=96, latent=settings)
     config = change(config, mixture={"expert_size": 32, "shared_expert_size": 32})
-    names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
+    names = check_quantized_twin(config, random_model(config).state_dict(), mode, ranks, tmp_path)
     kept = {re.sub(r"layers\.\d+\.", "", name) for name in names}
     assert {f"attention.{w}.scales" for w in ("wq_a", "wq_b", "wkv_a", "wgate", "wo")} <= kept
     assert not kept & {"attention.wkv_b.scales", "feed_forward.router.scales"}
@@ -447,7 +429,7 @@ def test_named_sizes_have_the_published_parameter_counts(name):
 
 @pytest.mark.parametrize("changes, words", [
     ({"latent": {"query_rank": 0}}, "query_rank is 0 but must be above 0"),
-    ({"linear": {"layers": (0,), **LINEAR}}, "a model with latent has no linear"),
+    ({"linear": {"layers": (0,), **LINEAR_SETTINGS}}, "a model with latent has no linear"),
     ({"n_kv_heads": 3}, "needs head_dim 12, rotary_dim 4 and n_kv_heads 6, not 12, 4 and 3"),
     ({"heads": {"qk_norm": True}}, "a model with latent has no heads"),
 ])  # fmt: skip

@@ -10,7 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import BASE, ROOT, variants
+from configs import BASE, variants
+from helpers import ROOT
 
 import model
 

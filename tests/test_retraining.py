@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BASE, GEMMA, change, greedy_tokens, p_value, random_model, run_ranks, write_model
-from test_training import Letters, _train, check_alike, check_resumption, fresh, losses_of, retrain, trainee_like  # noqa: F401
+from configs import BASE, GEMMA, change
+from helpers import greedy_tokens, p_value, random_model, write_model
+from running import run_ranks
+from test_training import fresh, retrain  # noqa: F401
+from training_runs import Letters, check_resumption, check_same_run, train_on_rank, trainee_like
 
 from extras.training import adapt, answers, choose, curves, data, own_text, partials
 from ladder.checkpoints import checkpoint, writing
@@ -180,8 +183,8 @@ def test_only_what_is_trained_changes(retrain, tiny, tmp_path):  # noqa: F811
 @pytest.mark.slow
 def test_aligned_ranks_give_the_losses_of_one(retrain, tmp_path):  # noqa: F811
     adapt.main([*retrain, *HOW])
-    run_ranks(2, _train, [*retrain, *HOW, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
-    check_alike(tmp_path / "out", tmp_path / "out2", 1e-5)
+    run_ranks(2, train_on_rank, [*retrain, *HOW, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
+    check_same_run(tmp_path / "out", tmp_path / "out2", 1e-5)
 
 
 @pytest.mark.slow
@@ -245,8 +248,8 @@ def test_two_ranks_write_and_train_alike(retrain, tmp_path, monkeypatch):  # noq
     with monkeypatch.context() as m:
         m.setattr(own_text, "Sampler", None)  # what was written is kept
         adapt.main([*retrain, "--own-text", "200"])
-    run_ranks(2, _train, [*retrain, "--own-text", "200", "--out", str(tmp_path / "out2")])
-    check_alike(tmp_path / "out", tmp_path / "out2", 1e-5)
+    run_ranks(2, train_on_rank, [*retrain, "--own-text", "200", "--out", str(tmp_path / "out2")])
+    check_same_run(tmp_path / "out", tmp_path / "out2", 1e-5)
     for more, message in ("--plain", "takes a teacher"), ("--seq-len 1", "no longer than the 1 tokens"):
         with pytest.raises(InputError, match=message):
             adapt.main([*retrain, "--own-text", "9", *more.split(), "--out", str(tmp_path / "out3")])

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, StateWeights, change, random_model, run_ranks, train_tokenizer, write_model
-from test_writers import check_kills
+from configs import BASE, change
+from helpers import StateWeights, random_model, train_tokenizer, write_model
+from running import check_kills, run_ranks
+from training_runs import Letters, check_resumption, check_same_run, read_losses, train_on_rank, trainee_like
 
 import eval as evaluate
 import quantize
@@ -21,25 +23,12 @@ from extras.training.data import TOKEN, Windows
 from ladder.checkpoints import checkpoint, writing
 from ladder.errors import InputError
 from ladder.lanes.lanes import load_lanes
-from ladder.ranks import ending, launch
+from ladder.ranks import ending
 from ladder.text import template
-from ladder.text.tokenizer import SplittingTokenizer, load_tokenizer
+from ladder.text.tokenizer import load_tokenizer
 from model import rewired
 
 # Documents, tokens, windows
-
-
-class Letters(SplittingTokenizer):
-    """A token a character; BOS is 1."""
-
-    prefix, vocab_size = [1], 256
-    template = "<s>{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
-
-    def __init__(self):
-        super().__init__({"<s>": 1})
-
-    def encode_text(self, text, first):
-        return [ord(c) for c in text]
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -111,13 +100,6 @@ def test_each_epoch_takes_each_window_once_in_an_order_of_its_own(tokens):
 
 
 # What is minimised
-
-
-def trainee_like(model):
-    """Returns an adapt.Trainee, not sharded, with a model's weights."""
-    trainee = adapt.Trainee(model.config).to(model.dtype)
-    trainee.load_state_dict(model.state_dict())
-    return trainee
 
 
 def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
@@ -275,12 +257,6 @@ def test_farskip_is_neither_aligned_nor_trained_in_part(flags, mixture):
         adapt.main([*mixture, *flags.split()])
 
 
-def losses_of(out):
-    """Returns the log of a run, without what depends on the machine."""
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
-
-
 def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fresh, tmp_path, monkeypatch, capfd):
     weights, measure = [], adapt.validation_loss
 
@@ -291,7 +267,7 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fres
 
     monkeypatch.setattr(adapt, "validation_loss", validation_loss)
     adapt.main([*fresh, "--ladder"])
-    out, printed, losses = tmp_path / "out", capfd.readouterr().out, losses_of(tmp_path / "out")
+    out, printed, losses = tmp_path / "out", capfd.readouterr().out, read_losses(tmp_path / "out")
     assert checkpoint.read_config(out).wiring == "ladder" and "wiring ladder" in printed
     assert [line["step"] for line in losses] == list(range(41)) and not (tmp_path / "out.run").exists()
     rates = [line["lr"] for line in losses[1:]]  # four steps of warm-up, then down to a tenth
@@ -313,7 +289,7 @@ def test_a_teacher_s_own_loss_is_the_first_that_is_printed(retrain, tmp_path, ca
     flags = [*retrain, "--steps", "1"]
     adapt.main(flags)
     adapt.main([*flags, "--wiring", "standard", "--out", str(tmp_path / "out2")])
-    first, own = losses_of(tmp_path / "out")[0], losses_of(tmp_path / "out2")[0]
+    first, own = read_losses(tmp_path / "out")[0], read_losses(tmp_path / "out2")[0]
     assert first["teacher"] == pytest.approx(own["valid"]) and first["valid"] != own["valid"] and "teacher" not in own
     words = ", ".join(f"{name} {first[name]:.4f}" for name in ("teacher", "valid", "kl"))
     assert f"step 0: {words} nats" in capfd.readouterr().out and "kl" not in own
@@ -337,23 +313,8 @@ def test_ranks_give_the_losses_of_one(how, retrain, mixture, tmp_path):
     """Of eight windows a step, three ranks get three, three and two."""
     flags = mixture if how == "mixture" else [*retrain, *[f"--{how}"] * (how != "distilled")]
     adapt.main(flags)
-    run_ranks(3, _train, [*flags, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
-    check_alike(tmp_path / "out", tmp_path / "out2", 1e-5)
-
-
-def check_alike(one, other, rel):
-    """Two runs have the same log and weights, but for rounding where rel > 0."""
-    for a, b in zip(losses_of(one), losses_of(other), strict=True):
-        assert a == pytest.approx(b, rel=rel)
-    a, b = checkpoint.Weights(one), checkpoint.Weights(other)
-    assert all((a.read(name) - b.read(name)).abs().max() <= rel for name in a.names())
-
-
-def _train(world, argv):
-    """Run adapt.main as one of the pool's ranks."""
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(launch, "join", lambda device, flags: world)
-        adapt.main(argv)
+    run_ranks(3, train_on_rank, [*flags, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
+    check_same_run(tmp_path / "out", tmp_path / "out2", 1e-5)
 
 
 @pytest.mark.slow
@@ -362,41 +323,13 @@ def test_compiled_the_losses_are_the_same(wiring, retrain, mixture, tmp_path):
     flags = [*(mixture if wiring == "farskip" else retrain), "--wiring", wiring]
     adapt.main(flags)
     adapt.main([*flags, "--out", str(tmp_path / "out2"), "--compile", "--recompute"])
-    one, two = ([line["train"] for line in losses_of(tmp_path / name)[1:]] for name in ("out", "out2"))
+    one, two = ([line["train"] for line in read_losses(tmp_path / name)[1:]] for name in ("out", "out2"))
     assert one == pytest.approx(two, rel=1e-4)
 
 
 @pytest.mark.slow
 def test_killed_at_any_step_it_resumes_with_the_same_losses(mixture, tmp_path, monkeypatch):
     check_resumption([*mixture, "--fresh"], tmp_path, monkeypatch)
-
-
-def check_resumption(flags, tmp_path, monkeypatch, rel=0.0):
-    flags = [*flags, "--steps", "12", "--eval-every", "3"]
-    adapt.main([*flags, "--out", str(tmp_path / "whole")])
-    step, save = adapt.optimizer_step, sharding.save
-    for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
-
-        def killed(n, *args, at=at, where=where):
-            if n == at and where == "step":
-                raise KeyboardInterrupt
-            return step(n, *args)
-
-        def killed_saving(run, n, *args, at=at):
-            if n == at:
-                (run / f"state-{n}").mkdir(exist_ok=True)
-                raise KeyboardInterrupt
-            save(run, n, *args)
-
-        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-            m.setattr(adapt, "optimizer_step", killed)
-            m.setattr(sharding, "save", killed_saving if where == "save" else save)
-            adapt.main(flags)
-    assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-9", "state-9"]
-    with pytest.raises(InputError, match="holds a run with --lr 0.001, not 0.0001"):
-        adapt.main([*flags, "--lr", "1e-4"])
-    adapt.main(flags)
-    check_alike(tmp_path / "out", tmp_path / "whole", rel)
 
 
 @pytest.mark.slow

@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.utils.prune
-from helpers import BASE, change, counted_kernels, last_logits, run_ranks, unequal_rows
+from configs import BASE, change
+from helpers import counted_kernels, last_logits, unequal_rows
+from running import run_ranks
 
 import generate
 import model
