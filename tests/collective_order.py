@@ -30,13 +30,16 @@ class Recorder(model.SingleDevice):
         return self.wait(pending)
 
 
-def eager_order(config, splits=1):
-    """The order in which the wiring computes (c), starts and waits, in words; the splits' all-reduces count on."""
+def eager_order(config, splits=1, output=0.0):
+    """The order in which the wiring computes (c), starts and waits, in words; the splits' all-reduces count on.
+
+    output: of each sublayer, as the wiring's loop takes it.
+    """
     comm = Recorder()
 
     def h(x):
         comm.events.append("c")
-        return 0.0
+        return output
 
     sublayers = [(h, stale) for stale in staleness(config)]
     model.interleave([config.named_wiring.loop(0.0, sublayers, comm, config) for _ in range(splits)])

@@ -30,6 +30,10 @@ STABLELM = {"rotary_dim": 2, "norm": "layer", "qkv_bias": True}
 PHI = {"rotary_dim": 6, "rope_scaling": LONGROPE, "heads": {"llama4_beta": 0.4}}
 LONG_PHI = {**PHI, "rope_scaling": {**LONGROPE, "original_max_position_embeddings": 6}}  # all rows are beyond that
 FAMILIES = GEMMA, OLMO, GLM, STABLELM, PHI, LONG_PHI
+BIASED = {
+    "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "rope_scaling": YARN,
+    "heads": {"nope_layers": (1,), "sliding_window": 4, "window_layers": (1, 2)},
+}  # fmt: skip
 BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,))
 
 
@@ -43,6 +47,11 @@ def change(config, **changes):
     return dataclasses.replace(config, architecture=tuple(own.values()), **changes)
 
 
+LINEAR_SETTINGS = {"key_heads": 5, "value_heads": 10, "key_dim": 8, "value_dim": 12, "conv_width": 4}
+LINEAR_ATTENTION = change(
+    BASE, n_heads=12, n_kv_heads=2, norm="rms+1", heads={"qk_norm": True, "gate": True},
+    linear={"layers": (0, 2), **LINEAR_SETTINGS}, tie_embeddings=True,
+)  # fmt: skip
 parse_wiring = functools.partial(wiring_text.parse_wiring, find_wiring=find_wiring)
 
 
@@ -85,14 +94,3 @@ def queued(sublayers, all_reduce, stale):
 
 def wired_id(changes):
     return "-".join(str(v).replace(" ", "") for v in changes.values())
-
-
-LINEAR_SETTINGS = {"key_heads": 5, "value_heads": 10, "key_dim": 8, "value_dim": 12, "conv_width": 4}
-LINEAR_ATTENTION = change(
-    BASE, n_heads=12, n_kv_heads=2, norm="rms+1", heads={"qk_norm": True, "gate": True},
-    linear={"layers": (0, 2), **LINEAR_SETTINGS}, tie_embeddings=True,
-)  # fmt: skip
-BIASED = {
-    "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "rope_scaling": YARN,
-    "heads": {"nope_layers": (1,), "sliding_window": 4, "window_layers": (1, 2)},
-}  # fmt: skip

@@ -12,7 +12,6 @@ from running import main_on_ranks, script
 
 import bench
 import generate
-import tp
 from extras.serve.rows import Rows
 from generate import Runner
 from ladder.command_line import flags
@@ -77,9 +76,9 @@ ASK = {  # a request to Rows, without ids and max_tokens
 }  # fmt: skip
 
 
-def answer_in_turns(world, config, requests, n_rows, few_sizes=False, load=tp.load_shard):
+def answer_in_turns(world, config, requests, n_rows, few_sizes=False):
     """What Rows answers to requests [(pass in which it comes, request)], and [(rows that decode, rows of the pass)]."""
-    net = shard(config, world, load=load)
+    net = shard(config, world)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("extras.serve.rows.SHORT_CHUNK", 5)  # so that a prompt takes several, between others' steps
         runner, sizes, decode = Runner(net, net.new_cache(n_rows, config.max_seq_len)), [], Runner.decode

@@ -1,4 +1,4 @@
-"""Changes of files, by hand and by chance, and the one line in which what reads them refuses them."""
+"""Files that are edited, by hand or by chance, and refused in one line."""
 
 import contextlib
 import io
@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from ladder.errors import InputError
 
 
-def take_state(folder):
-    state = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    return state
+def refused(message, call, *args, **more):
+    """Fail unless the call ends in an InputError of one line with the message."""
+    with pytest.raises(InputError) as caught:
+        call(*args, **more)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def edit_config(folder, **changes):
@@ -23,13 +24,31 @@ def edit_config(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def change_tensors(folder, **changes):
-    """Add zeros, or with None drop a tensor; its name with / for the dots."""
-    state = take_state(folder) | {name.replace("/", "."): value for name, value in changes.items()}
+def take_state(folder):
+    """Return the state dict of a folder, whose file goes."""
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    return state
+
+
+def edit_state(folder, edit):
+    """Write a folder's state dict again, as a function has edited it."""
+    state = take_state(folder)
+    edit(state)
+    save_file(state, folder / "model.safetensors")
+
+
+def change_tensors(folder, changes):
+    """Add or replace tensors {name: tensor}, or drop one with None."""
+    state = take_state(folder) | changes
     save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
 
 
-SECONDS = 1.2
+# ---------------------------------------------------------------------------------------------------------------------
+# By chance: each change is drawn with a fixed seed
+
+
+SECONDS = 1.2  # of changes in a fast test
 NUMBERS = [0, -1, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**64, 10**30]
 NAMES = ["", "..", "../x", "/etc/passwd", "a" * 5000, "\0", "\x1b[31m", "\ud800", "x\ny", "10**(10**10)"]
 VALUES = [None, True, 0.5, -0.5, 1e300, float("nan"), *NUMBERS, *NAMES, [], {}, [[]], {"": None}, [99, -1], ["2"]]
@@ -72,10 +91,10 @@ def check_changes(read, files, folder, seconds):
         (folder / file).write_bytes(data)
     (file, good), *_ = files.items()
     read(folder)
-    works = refused = 0
+    works = refusals = 0
     end = time.monotonic() + seconds
-    while time.monotonic() < end or min(works, refused) == 0:
-        draw = random.Random(works + refused)
+    while time.monotonic() < end or min(works, refusals) == 0:
+        draw = random.Random(works + refusals)
         change = changed_json if file.endswith(".json") and draw.random() < 0.85 else changed_bytes
         (folder / file).write_bytes(change(draw, good))
         try:
@@ -84,11 +103,4 @@ def check_changes(read, files, folder, seconds):
             works += 1
         except InputError as e:
             assert "\n" not in str(e)
-            refused += 1
-
-
-def refused(message, call, *args, **more):
-    """Fail unless the call ends in an InputError of one line with the message."""
-    with pytest.raises(InputError) as caught:
-        call(*args, **more)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+            refusals += 1

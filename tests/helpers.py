@@ -1,4 +1,4 @@
-"""What the tests share: small configs, weights in memory, functions on several ranks, scripts."""
+"""Models in memory and in folders: their weights and shards, what they generate, and how likely draws are."""
 
 import collections
 import contextlib
@@ -15,13 +15,12 @@ from sentencepiece import SentencePieceTrainer
 import tp
 from generate import Runner
 from ladder.checkpoints import checkpoint, writing
+from ladder.checkpoints.sizes import RandomWeights
 from ladder.decoding.batch import make_cache
 from ladder.kernels import compilers, registry
 from model import Transformer, attend
 
 ROOT = Path(__file__).parent.parent
-HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
-RANKS = 4  # of the pool
 compilers.prepare_compile()  # before anything is compiled: Inductor tries once, and remembers, what it can do from here
 
 
@@ -61,6 +60,16 @@ def train_tokenizer(texts, vocab_size, path):
         )  # fmt: skip
 
 
+def randn(*shape, seed=0):
+    """torch.randn with a seed of its own."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def randn_bf16(*shape):
+    """Random numbers in bfloat16; those of unlike shapes differ."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).bfloat16()
+
+
 class StateWeights:
     """A state dict with the interface of checkpoint.Weights."""
 
@@ -77,16 +86,22 @@ class StateWeights:
         target.copy_(tensor)
 
 
-def shard(config, world=None, dtype=torch.float32, state=None, load=tp.load_shard):
+def shard(config, world=None, dtype=torch.float32, state=None):
     """This rank's part of a state dict, by default random_model's, with the collectives of the world's group.
 
-    Without a world, or on one rank: all of it. load: or load_lanes.
+    Without a world, or on one rank: all of it.
     """
     rank, shares = (0, (1,)) if world is None else (world.rank, world.shares)
+    load = config.named_wiring.loader(shares) or tp.load_shard
     net = load(config, StateWeights(state or random_model(config).state_dict()), dtype, "cpu", rank, shares)
     if world is not None and world.tp_size > 1:
         net.comm = tp.TensorParallel(config, shares, world.group)
     return net
+
+
+def load_random(config, dtype=torch.bfloat16):
+    """A whole model with the random weights of named sizes, quantized ones too."""
+    return tp.load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
 
 
 def unequal_rows(config, batch=3, length=9, seed=1):
@@ -112,17 +127,15 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
     return torch.stack(out, dim=1)
 
 
-def rank_logits(world, config, state=None, dtype=torch.float32, load=tp.load_shard, **how):
+def rank_logits(world, config, state=None, dtype=torch.float32, **how):
     """last_logits of a rank's shard, or without a world of the whole model, for unequal rows."""
-    return last_logits(shard(config, world, dtype, state, load), *unequal_rows(config), **how)
+    return last_logits(shard(config, world, dtype, state), *unequal_rows(config), **how)
 
 
 def folder_logits(world, folder, prompt=None, how=None):
     """last_logits of a rank's shard of a checkpoint folder, in float32; prompt: tokens, lengths, or unequal rows."""
-    config = checkpoint.read_config(folder)
-    net = tp.load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu", world.rank, world.shares)
-    if world.tp_size > 1:
-        net.comm = tp.TensorParallel(config, world.shares, world.group)
+    config, weights = checkpoint.read_config(folder), checkpoint.Weights(folder)
+    net = shard(config, world, state={name: weights.read(name) for name in weights.names()})
     return last_logits(net, *(prompt or unequal_rows(config)), **(how or {}))
 
 
@@ -215,18 +228,12 @@ def check_split_attention(count, window, T, device, sinks=None):
     assert torch.allclose(plain[:-1], result[:-1], atol=1e-5)
 
 
-def write_model(folder, config, state, dtype):
-    """Write a checkpoint folder's config.json and safetensors of the given dtype from a model's state dict."""
+def write_model(folder, config, state=None, dtype=torch.float32):
+    """Write a checkpoint folder without a tokenizer: a config and a state dict, by default random_model's."""
+    state = dict(state or random_model(config).state_dict())
     if config.tie_embeddings:
-        state = {k: v for k, v in state.items() if k != "output.weight"}
+        state.pop("output.weight", None)
     sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in state.items()}
+    folder.mkdir(exist_ok=True)
     writing.write_config(folder, config)
     writing.write_weights(folder, sizes, lambda name: state[name].to(dtype))
-
-
-def bfloat16_numbers(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).bfloat16()
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

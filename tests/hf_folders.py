@@ -120,7 +120,14 @@ def randomize_vectors(net):
     return net
 
 
+def config_from_values(folder, values):
+    """Return our Config of a folder that gets a config.json of these values."""
+    (folder / "config.json").write_text(json.dumps(values))
+    return huggingface.config_from_hf(folder / "config.json")
+
+
 def convert(source, out, *args):
+    """Run the converter and return its model on one device, in float32."""
     convert_hf_checkpoint.main([str(source), "--out", str(out), *map(str, args)])
     config = checkpoint.read_config(out)
     return tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")

@@ -9,38 +9,19 @@ from reference import Reference
 from running import run_ranks
 
 import tp
-from ladder.lanes.lanes import load_lanes
-from tp import load_shard
 
 
-def long_memory(config):
-    net, generator = random_model(config), torch.Generator().manual_seed(0)
-    for name, parameter in net.named_parameters():
-        if name.endswith("A_log"):
-            torch.nn.init.uniform_(parameter, -5, 0, generator)
-    return net
-
-
-def on_a_rank(world, config, state, how):
-    load = load_lanes if config.named_wiring.fixed_shards else load_shard
-    net = shard(config, world, state=state, load=load)
-    with torch.inference_mode():
-        return [last_logits(net, *unequal_rows(config, length=14), steps=4, **keys) for keys in how]
-
-
-SPLITS = [{}, {"splits": 2}, {"splits": 3}]
-
-
-def check_ranks_against_one_device(ranks, configs, how):
-    """In rows without padding and without a cache."""
-    for config in configs:
-        state, (tokens, lengths) = long_memory(config).state_dict(), unequal_rows(config, length=14)
-        net = shard(config, state=state, load=load_lanes if config.named_wiring.fixed_shards else load_shard)
-        with torch.no_grad():
-            expected = torch.stack([net(row[None, :n])[0, -5:] for row, n in zip(tokens, lengths, strict=True)])
-        for results in run_ranks(ranks, on_a_rank, config, state, how):
-            for logits in results:
-                assert (logits - expected).abs().max() < 1e-4, config.wiring
+def check_against_the_reference(config, reference=Reference, **compile):
+    """The logits of unequal rows: of all tokens, and after a prefill and decode steps."""
+    net = random_model(config)
+    tokens, lengths = unequal_rows(config)
+    with torch.no_grad():
+        logits = net(tokens)
+    decoded, reference = last_logits(net, tokens, lengths, **compile), reference(config, net.state_dict())
+    for row, length in enumerate(lengths):
+        expected = torch.from_numpy(reference.logits(tokens[row, :length]))
+        assert (logits[row, :length] - expected).abs().max() < 1e-4
+        assert (decoded[row] - expected[-4:]).abs().max() < 1e-4
 
 
 def logits_of_cases(world, cases, load=shard, **how):
@@ -63,7 +44,7 @@ def reference_logits(config, shares):
     return torch.stack([torch.cat([torch.from_numpy(x) for x in row], dim=1) for row in rows])
 
 
-def check_ranks_against_reference(shares, cases, **how):
+def check_ranks_against_the_reference(shares, cases, **how):
     """On each rank the logits are the reference's and, where the wiring has no lanes, those of one device."""
     cases = [change(BASE, **changes) for changes in cases]
     ranks = run_ranks(shares, functools.partial(logits_of_cases, cases=cases, **how))
@@ -75,14 +56,32 @@ def check_ranks_against_reference(shares, cases, **how):
             assert torch.allclose(first, rank_logits(None, config), atol=1e-4), config
 
 
-def check_against_the_reference(config, reference=Reference, **compile):
-    """The logits of unequal rows: of all tokens, and after a prefill and decode steps."""
-    net = random_model(config)
-    tokens, lengths = unequal_rows(config)
-    with torch.no_grad():
-        logits = net(tokens)
-    decoded, reference = last_logits(net, tokens, lengths, **compile), reference(config, net.state_dict())
-    for row, length in enumerate(lengths):
-        expected = torch.from_numpy(reference.logits(tokens[row, :length]))
-        assert (logits[row, :length] - expected).abs().max() < 1e-4
-        assert (decoded[row] - expected[-4:]).abs().max() < 1e-4
+def long_memory(config):
+    """A random_model whose layers of linear attention, if it has some, remember far more than random ones."""
+    net, generator = random_model(config), torch.Generator().manual_seed(0)
+    for name, parameter in net.named_parameters():
+        if name.endswith("A_log"):
+            torch.nn.init.uniform_(parameter, -5, 0, generator)
+    return net
+
+
+SPLITS = [{}, {"splits": 2}, {"splits": 3}]
+
+
+def logits_of_ways(world, config, state, ways):
+    """Return the logits of a rank, computed in each of the ways, which are arguments of last_logits."""
+    net = shard(config, world, state=state)
+    with torch.inference_mode():
+        return [last_logits(net, *unequal_rows(config, length=14), steps=4, **how) for how in ways]
+
+
+def check_ranks_against_one_device(ranks, configs, ways):
+    """In each of the ways the logits are those of whole rows, one by one, without padding and without a cache."""
+    for config in configs:
+        state, rows = long_memory(config).state_dict(), zip(*unequal_rows(config, length=14), strict=True)
+        net = shard(config, state=state)
+        with torch.no_grad():
+            expected = torch.stack([net(row[None, :n])[0, -5:] for row, n in rows])
+        for results in run_ranks(ranks, logits_of_ways, config, state, ways):
+            for logits in results:
+                assert (logits - expected).abs().max() < 1e-4, config.wiring

@@ -1,4 +1,4 @@
-"""Models of quantized weights, and what their numbers mean, written independently in float64."""
+"""Models of integers and of e4m3, and what their numbers mean, written independently in float64."""
 
 import functools
 import types
@@ -6,12 +6,12 @@ import types
 import torch
 from configs import BASE, GEMMA, GLM, OLMO, change
 from helpers import (
-    StateWeights,
     counted_kernels,
     last_logits,
     randn,
     random_model,
     rank_logits,
+    shard,
     unequal_rows,
     write_model,
 )
@@ -20,41 +20,9 @@ from running import run_ranks
 from safetensors.torch import load_file
 
 import quantize
-import tp
 from ladder.checkpoints import checkpoint, writing
-from ladder.kernels import compiling, quant_kernels, quant_linear, registry
+from ladder.kernels import compiling, quant_kernels, registry
 
-
-def check_quantized_twin(config, exact, mode, ranks, tmp_path):
-    """Quantize the tensors `exact`; the logits of ranks are those of the integers as floats. Returns their names."""
-    (tmp_path / "float").mkdir()
-    write_model(tmp_path / "float", config, exact, torch.float32)
-    options = ["--group-size", "32"] if mode == "int4" else []
-    quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
-    own = checkpoint.read_config(tmp_path / mode)
-    state = load_file(tmp_path / mode / "model.safetensors")
-    twin = {}
-    for name in exact:
-        path = name.removesuffix(".weight")
-        parts = [state.get(n) for n in (name, f"{path}.scales", f"{path}.zeros")]
-        twin[name] = parts[0] if parts[1] is None else quant_linear.dequantize(*(p if p is None else p.float() if
-                     p.is_floating_point() else p for p in parts))  # fmt: skip
-    expected = rank_logits(None, config, twin)
-    for logits in run_ranks(ranks, rank_logits, own, state):
-        assert (logits - expected).abs().max() < 2e-3
-    return state.keys()
-
-
-E4M3_BITS = [i for i in range(256) if i & 127 != 127]  # the bits of e4m3 but NaN
-
-
-def e4m3_value(bits):
-    """What the bits of e4m3 stand for, by the definition: 1 of sign, 4 of exponent (bias 7), 3 of mantissa."""
-    sign, exponent, mantissa = -1 if bits & 128 else 1, bits >> 3 & 15, bits & 7
-    return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2 ** (exponent - 7))
-
-
-E4M3_VALUES = torch.tensor(sorted(map(e4m3_value, E4M3_BITS)), dtype=torch.float64)
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
 UNQUANTIZED = change(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160)
 INT8 = change(UNQUANTIZED, quant="int8")
@@ -71,18 +39,8 @@ NARROW = change(INT4, intermediate_size=64)  # two groups, for up to four ranks
 GEMMA_INT8, OLMO_INT4 = (change(c, **{**family, "rope_scaling": None}) for c, family in ((INT8, GEMMA), (INT4, OLMO)))
 GLM_INT8 = change(INT8, **{**GLM, "rope_scaling": None})  # which a cache could not hash
 QUANTIZED = {"gemma": GEMMA_INT8, "olmo": OLMO_INT4, "glm": GLM_INT8}
-QUANTIZED |= {
-    "int8": INT8,
-    "int4": INT4,
-    "kept": KEPT,
-    "biased": BIASED_INT4,
-    "mixed": MIXED,
-    "tied": TIED,
-    "table": TABLE,
-    "narrow": NARROW,
-    "groups": GROUPS,
-    "several": SEVERAL,
-}
+QUANTIZED |= {"int8": INT8, "int4": INT4, "kept": KEPT, "biased": BIASED_INT4, "mixed": MIXED, "tied": TIED}
+QUANTIZED |= {"table": TABLE, "narrow": NARROW, "groups": GROUPS, "several": SEVERAL}
 
 
 def exact_weights(config):
@@ -106,8 +64,8 @@ def _quantized_state(config):
     return state
 
 
-def dequantized_state(config, state):
-    """The same in float64, written independently: number by number of the definition."""
+def dequantized_state(state):
+    """What quantized tensors stand for in float64, written independently: number by number of the definition."""
     result = {}
     for name, tensor in state.items():
         path, _, last = name.rpartition(".")
@@ -117,11 +75,21 @@ def dequantized_state(config, state):
             continue
         q, scales, zeros = tensor, state[f"{path}.scales"], state.get(f"{path}.zeros")
         if q.dtype == torch.uint8:  # the even column in the lower half
-            q = torch.stack([q[:, k // 2] >> 4 * (k % 2) & 15 for k in range(2 * q.shape[1])], 1)
-        group = [k * scales.shape[1] // q.shape[1] for k in range(q.shape[1])]
-        w = q.double() * scales.double()[:, group]
-        result[f"{path}.weight"] = w if zeros is None else w + zeros.double()[:, group]
+            q = torch.stack([q[..., k // 2] >> 4 * (k % 2) & 15 for k in range(2 * q.shape[-1])], -1)
+        group = [k * scales.shape[-1] // q.shape[-1] for k in range(q.shape[-1])]
+        w = q.double() * scales.double()[..., group]
+        result[name] = w if zeros is None else w + zeros.double()[..., group]
     return result
+
+
+def e4m3_value(bits):
+    """What the bits of e4m3 stand for, by the definition: 1 of sign, 4 of exponent (bias 7), 3 of mantissa."""
+    sign, exponent, mantissa = -1 if bits & 128 else 1, bits >> 3 & 15, bits & 7
+    return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2 ** (exponent - 7))
+
+
+E4M3_BITS = [i for i in range(256) if i & 127 != 127]  # without NaN
+E4M3_VALUES = torch.tensor(sorted(map(e4m3_value, E4M3_BITS)), dtype=torch.float64)
 
 
 def random_integers(N, K, size, seed=0):
@@ -137,19 +105,10 @@ def random_integers(N, K, size, seed=0):
     return weight, (randn(N, K // size).abs() + 0.1).to(dtype), randn(N, K // size).to(dtype)
 
 
-def quantized_shard(config, dtype, world=None):
-    """The shard of a rank of the world, or the whole model."""
-    weights, (rank, shares) = StateWeights(quantized_state(config)), (world.rank, world.shares) if world else (0, (1,))
-    net = tp.load_shard(config, weights, dtype, "cpu", rank, shares)
-    if world:
-        net.comm = tp.TensorParallel(config, world.shares, world.group)
-    return net
-
-
 @functools.cache
 def expected_logits(config):
     """What a float64 model of the numbers makes of unequal_rows: (4, V) of each row."""
-    exact = dequantized_state(config, quantized_state(config))
+    exact = dequantized_state(quantized_state(config))
     if config.tie_embeddings:
         exact["output.weight"] = exact["tok_embeddings.weight"]
     reference, rows = Reference(config, exact), zip(*unequal_rows(config), strict=True)
@@ -161,7 +120,7 @@ def check_quantized_model(config, dtype, tolerance, fast=False, compile=False):
 
     fast: with the kernels of skinny_gemm.cpp.
     """
-    net = quantized_shard(config, dtype)
+    net = shard(config, None, dtype, quantized_state(config))
     registry.use(quant_kernels.KERNELS["cpu"])
     for _ in range(2 * fast):  # as for two Runners of one model: the second changes nothing
         compiling.use_decode_kernels(net)
@@ -170,3 +129,16 @@ def check_quantized_model(config, dtype, tolerance, fast=False, compile=False):
     for row, expected in zip(logits, expected_logits(config), strict=True):
         assert (row - expected).abs().max() < tolerance * expected.abs().max()
     return net, counts
+
+
+def check_quantized_twin(config, exact, mode, ranks, tmp_path):
+    """Quantize the tensors `exact`; the logits of ranks are those of the integers as floats. Returns their names."""
+    write_model(tmp_path / "float", config, exact)
+    options = ["--group-size", "32"] if mode == "int4" else []
+    quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
+    own = checkpoint.read_config(tmp_path / mode)
+    state = load_file(tmp_path / mode / "model.safetensors")
+    expected = rank_logits(None, config, dequantized_state(state))
+    for logits in run_ranks(ranks, rank_logits, own, state):
+        assert (logits - expected).abs().max() < 2e-3
+    return state.keys()

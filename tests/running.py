@@ -18,7 +18,7 @@ from traceback import format_exception
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import HANGS, RANKS, ROOT
+from helpers import ROOT
 from tqdm import tqdm
 
 from ladder.kernels import registry
@@ -27,10 +27,13 @@ from ladder.ranks.collectives import connect_auto
 from ladder.ranks.meeting import JoinedWorld
 from ladder.ranks.world import World
 
+HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks: one pool of processes for all tests of this process, because to start one takes longer than most tests
 
 
+RANKS = 4
 _ranks = []  # for each rank an executor of one process
 _worlds = {}  # in such a process: {number of ranks: its World}
 
@@ -134,6 +137,10 @@ def script(name, *args, ranks=1, timeout=HANGS, stdin="", **environment):
         command(name, *args, ranks=ranks), capture_output=True, text=True, timeout=timeout, env=env, input=stdin,
         errors="surrogateescape",
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writers
 
 
 def killed(write, out, event=None):

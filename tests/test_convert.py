@@ -16,7 +16,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from file_edits import change_tensors, edit_config, take_state
+from file_edits import change_tensors, edit_config, edit_state, take_state
 from helpers import ROOT, shared_data, train_tokenizer
 from hf_folders import (
     FOLDED,
@@ -31,6 +31,7 @@ from hf_folders import (
     check_config_as_on_the_hub,
     check_family,
     check_parity,
+    config_from_values,
     convert,
     hf_model,
     multimodal_model,
@@ -99,8 +100,7 @@ def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     has_head_dim = family != "stablelm" and "kv_lora_rank" not in huggingface.FAMILIES[family].keys
     values |= {"num_key_value_heads": 32, **({"head_dim": 8} if has_head_dim else {})}
     values |= {key: value for key, value in NO_DEFAULT.items() if huggingface.FAMILIES[family].keys.get(key, 0) is None}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    ours = huggingface.config_from_hf(tmp_path / "config.json")
+    ours = config_from_values(tmp_path, values)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     norm_eps = theirs.layer_norm_eps if family == "stablelm" else theirs.rms_norm_eps
@@ -173,8 +173,7 @@ CONTEXTS = [  # a config with a max_position_embeddings of 64, and how many toke
 
 def test_yarn_and_linear_factors_extend_the_context(tmp_path, hf_folder, capsys):
     for values, context in CONTEXTS:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", **SMALL, **values}))
-        config = huggingface.config_from_hf(tmp_path / "config.json")
+        config = config_from_values(tmp_path, {"model_type": "mistral", **SMALL, **values})
         assert config.max_seq_len == context, values
     for rope, said in (LLAMA3_ROPE, False), (LINEAR_ROPE, True):
         edit_config(hf_folder, rope_parameters=rope)
@@ -216,14 +215,12 @@ TWO_PLACES = [  # what a config.json says of rope, and rope_theta with the kind 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_rope_may_be_said_in_two_places_that_agree(model_type, tmp_path):
     for values, right in TWO_PLACES:
-        (tmp_path / "config.json").write_text(
-            json.dumps({"model_type": model_type, **SMALL, "rope_parameters": None, **values})
-        )
+        values = {"model_type": model_type, **SMALL, "rope_parameters": None, **values}
         if isinstance(right, str):
             with pytest.raises(InputError, match=rf"^[^\n]*config.json: [^\n]*{right}[^\n]*$"):
-                huggingface.config_from_hf(tmp_path / "config.json")
+                config_from_values(tmp_path, values)
             continue
-        config = huggingface.config_from_hf(tmp_path / "config.json")
+        config = config_from_values(tmp_path, values)
         assert config.rope_theta == right[0] and (not right[1] or right[1] in config.rope_scaling), values
 
 
@@ -241,22 +238,19 @@ WINDOWS = [  # a config of three layers and a context of 64, and the layers with
 
 def test_sliding_windows_are_where_transformers_has_them(tmp_path):
     for values, layers in WINDOWS:
-        (tmp_path / "config.json").write_text(json.dumps(SMALL | {"sliding_window": 40} | values))
-        config = huggingface.config_from_hf(tmp_path / "config.json")
+        config = config_from_values(tmp_path, SMALL | {"sliding_window": 40} | values)
         heads = config.find(Heads) or Heads()
         assert (config.max_seq_len, heads.window_layers, heads.sliding_window) == (64, layers, 40 if layers else None)
 
 
 def test_a_generation_config_has_more_ends(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    assert huggingface.config_from_hf(tmp_path / "config.json").eos_ids == (2, 7)
+    assert config_from_values(tmp_path, {**SMALL, "model_type": "llama"}).eos_ids == (2, 7)
 
 
 def only_the_head(folder):
     """As some folders of tied models are."""
-    state = take_state(folder)
-    save_file({n.replace("model.embed_tokens", "lm_head"): w for n, w in state.items()}, folder / "model.safetensors")
+    edit_state(folder, lambda state: state.update({"lm_head.weight": state.pop("model.embed_tokens.weight")}))
 
 
 def test_a_folder_with_only_the_head_becomes_several_files(tmp_path):
@@ -271,7 +265,7 @@ def test_a_folder_with_only_the_head_becomes_several_files(tmp_path):
 @pytest.mark.parametrize("family", ["gemma", "granite, tied, biased"])
 def test_a_tied_model_with_a_head_of_its_own_is_not_tied(family, tmp_path, capsys):
     hf_model(family).save_pretrained(tmp_path / "hf")
-    change_tensors(tmp_path / "hf", **{"lm_head/weight": torch.randn(131, 48) / 4})
+    change_tensors(tmp_path / "hf", {"lm_head.weight": torch.randn(131, 48) / 4})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
     assert "lm_head.weight is a tensor of its own: it is used, as in transformers\n" in capsys.readouterr().out
@@ -372,9 +366,8 @@ BAD_CONFIGS = [
 
 def test_configs_that_are_not_supported_are_one_clear_line(tmp_path):
     for changes, message in BAD_CONFIGS:
-        (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama", **changes}))
         with pytest.raises(InputError, match=rf"^[^\n]*config.json: [^\n]*{message}[^\n]*$"):
-            huggingface.config_from_hf(tmp_path / "config.json")
+            config_from_values(tmp_path, {**SMALL, "model_type": "llama", **changes})
 
 
 def places(values):
@@ -403,7 +396,7 @@ def test_a_wrong_value_is_told_by_its_own_key(family, tmp_path):
         part[key] = value
 
 
-UP, BIAS = "model/layers/1/mlp/up_proj/weight", "model/layers/0/self_attn/q_proj/bias"
+UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
 
 
 def lose_a_shard(folder):
@@ -423,24 +416,24 @@ def only(name):
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
-FP8 = {"model/layers/0/self_attn/v_proj/weight": torch.zeros(16, 48).to(torch.float8_e4m3fn)}
+FP8 = {"model.layers.0.self_attn.v_proj.weight": torch.zeros(16, 48).to(torch.float8_e4m3fn)}
 BAD = {
     "an adapter": (only("adapter_config.json"), "adapter_config.json is an adapter's: merge it: peft"),
     "GGUF": (only("a.gguf"), "hf cannot be converted: give the file itself: .*hf/a.gguf"),
     "Meta's own": (only("params.json"), "params.json is in Meta's or Mistral's own format: take"),
     "a pickle": (only("consolidated.00.pth"), "consolidated.00.pth is a pickle: take"),
     "an old one": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "a pickle: transformers makes"),
-    "PEFT's": (lambda f: change_tensors(f, **{"x/base_layer/weight": torch.ones(1)}), "x.base_layer.weight is of a P"),
-    "FP8": (lambda f: change_tensors(f, **FP8), "holds float8_e4m3fn: such quantized weights are not read"),
-    "a wrapped twin": (lambda f: change_tensors(f, **{"module/lm_head/weight": torch.ones(1)}), "a second lm_h"),
+    "PEFT's": (lambda f: change_tensors(f, {"x.base_layer.weight": torch.ones(1)}), "x.base_layer.weight is of a P"),
+    "FP8": (lambda f: change_tensors(f, FP8), "holds float8_e4m3fn: such quantized weights are not read"),
+    "a wrapped twin": (lambda f: change_tensors(f, {"module.lm_head.weight": torch.ones(1)}), "a second lm_h"),
     "a pointer": (lambda f: (f / "model.safetensors").write_text(POINTER), "is a Git LFS pointer: git lfs pull"),
     "a tokenizer's": (lambda f: (f / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS pointer"),
     "our own config": (lambda f: edit_config(f, model_type=None, n_layers=3), "is a checkpoint of this project alread"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
     "no weights": (take_state, "has no model.safetensors"),
     "a lost shard": (lose_a_shard, "model-00001-of-00001.safetensors is missing, truncated"),
-    "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),
-    "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.ones(48)}), "q_proj.bias that is no part"),
+    "a missing tensor": (lambda f: change_tensors(f, {UP: None}), "no tensor model.layers.1.mlp"),
+    "an extra tensor": (lambda f: change_tensors(f, {BIAS: torch.ones(48)}), "q_proj.bias that is no part"),
     "a wrong shape": (lambda f: edit_config(f, intermediate_size=99), r"does not make the \(99, 48\)"),
 }  # fmt: skip
 

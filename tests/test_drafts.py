@@ -297,7 +297,7 @@ def test_a_vocabulary_is_known_by_its_tokens_and_not_by_its_padding(tiny, near, 
     for rows in 302, 312:
         draft = padded(load(near)[0], rows)
         folder = shutil.copytree(tiny, tmp_path / str(rows))
-        write_model(folder, draft.config, draft.state_dict(), torch.float32)
+        write_model(folder, draft.config, draft.state_dict())
         assert run_generate(*flags, "--draft", folder)[0] == plain
         [text] = complete(net, tokenizer, ["Once"], 8, temperature=0, draft=load(folder)[0])
         assert plain.endswith(f"{text}\n")

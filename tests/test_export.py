@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import convert_hf_checkpoint
 import tp
 from extras.export import to_hf, verify
-from ladder import outputs
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.compare import check_vocabulary
 from ladder.errors import InputError
@@ -47,8 +46,7 @@ def write(folder, **changes):
     """Write a random checkpoint at folder / "ours" and export it; returns (our model, the exported folder)."""
     config = change(BASE, **changes)
     net = random_model(config)
-    with outputs.new_folder(folder / "ours") as out:
-        write_model(out, config, net.state_dict(), torch.float32)
+    write_model(folder / "ours", config, net.state_dict())
     to_hf.main([str(folder / "ours"), "--out", str(folder / "hf")])
     return net, folder / "hf"
 
@@ -156,10 +154,9 @@ REFUSED = [
 
 def test_what_has_no_form_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(WIRINGS, "own", Wiring("", stale=1))
-    (tmp_path / "ours").mkdir()
     for changes, words in REFUSED:
         config = change(BASE, **changes)
-        write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
+        write_model(tmp_path / "ours", config)
         with pytest.raises(InputError, match=words):
             to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]

@@ -40,7 +40,7 @@ def targets(folder):
     """Return {name: (a reader of a folder, {file: bytes})}; the first file is the one to change."""
     torch.manual_seed(0)
     state = {name: torch.rand(weight.shape) for name, weight in Transformer(TINY).state_dict().items()}
-    write_model(folder, TINY, state, torch.float32)
+    write_model(folder, TINY, state)
     config, ours = ((folder / name).read_bytes() for name in ("config.json", "model.safetensors"))
     theirs = {**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu", "ladder_layers": [0]}
     theirs["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}

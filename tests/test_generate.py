@@ -13,15 +13,13 @@ import sys
 import threading
 import time
 
-import helpers
 import pytest
 import torch
 from configs import BASE, YARN, change
 from decoding_runs import generate_json, run_generate
-from file_edits import edit_config, refused
-from helpers import ROOT, greedy_tokens, naive, p_value, random_model, unequal_rows
+from file_edits import change_tensors, edit_config, edit_state, refused
+from helpers import ROOT, counted_kernels, greedy_tokens, naive, p_value, random_model, shard, unequal_rows, write_model
 from running import HANGS, call_main, command, free_port, run_ranks, script
-from safetensors.torch import load_file, save_file
 
 import eval
 import generate
@@ -168,7 +166,7 @@ def unlike(world, folder, other):
 def test_ranks_of_a_notebook_that_ask_for_something_else_are_told_the_difference(tiny, tmp_path):
     config = checkpoint.read_config(tiny)
     other = shutil.copytree(tiny, tmp_path / "other")
-    helpers.write_model(other, config, random_model(config, seed=1).state_dict(), torch.float32)
+    write_model(other, config, random_model(config, seed=1).state_dict())
     zero, one = run_ranks(2, unlike, tiny, other)
     assert zero == one and zero[0] == complete(*load(tiny), ["Once", "a"], 6, temperature=0)
     names = "tokens of the prompts", "max_new_tokens", "temperature", "seed", "top_k", "top_p", "draft", "proposals"
@@ -476,7 +474,7 @@ def test_the_kernel_draws_what_sample_draws_time_and_again(way, dtype):
 
     plain = draw()
     registry.use([fast_sampling.KERNEL])
-    with helpers.counted_kernels() as counts:
+    with counted_kernels() as counts:
         assert draw() == plain
     assert counts["generate.sample"] == len(steps)
 
@@ -608,7 +606,7 @@ def test_an_overflow_of_float16_is_named(tmp_path):
     """A bfloat16 checkpoint whose second MLP, its layer 1's, gives more than float16 holds."""
     state = random_model(BASE).state_dict()
     state["layers.1.feed_forward.w2.weight"] *= 1e5
-    helpers.write_model(tmp_path, BASE, state, torch.bfloat16)
+    write_model(tmp_path, BASE, state, torch.bfloat16)
     flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
     with pytest.raises(InputError, match="row 0 in step 0 .*--dtype"):
         generate.main(["--checkpoint", str(tmp_path), *flags])
@@ -651,7 +649,7 @@ def twice(world, compile):
     """(rows, logits of each step) of a request of unequal rows, the same bits twice."""
     tokens, lengths = unequal_rows(BASE)
     prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
-    net, greedy, runs = helpers.shard(dataclasses.replace(BASE, wiring="ladder"), world, torch.bfloat16), [], []
+    net, greedy, runs = shard(dataclasses.replace(BASE, wiring="ladder"), world, torch.bfloat16), [], []
 
     def sample(logits, comm, sampler):
         runs[-1].append(comm.gather_logits(logits).clone())
@@ -685,14 +683,8 @@ def test_the_same_request_twice_gives_the_same_bits(ranks, compile):
 WO = "layers.1.attention.wo.weight"
 
 
-def spoil_weights(folder, change):
-    state = load_file(folder / "model.safetensors")
-    change(state)
-    save_file(state, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize("spoil, message", [
-    (lambda folder: spoil_weights(folder, lambda state: state.pop(WO)), f"no tensor {WO}"),
+    (lambda folder: change_tensors(folder, {WO: None}), f"no tensor {WO}"),
     (lambda folder: edit_config(folder, intermediate_size=99), "the config says (99, 48)"),
     (lambda folder: edit_config(folder, n_layers=2), "has a tensor layers.2."),
     (lambda folder: (folder / "tokenizer.model").unlink(), "copy has no tokenizer: use --prompt ids:"),
@@ -710,7 +702,7 @@ def error_of(world, args):
 
 def test_what_one_rank_alone_finds_wrong_all_ranks_say(copy):
     """Only the last one reads the last column."""
-    spoil_weights(copy, lambda state: state[WO][0, -1].fill_(torch.nan))
+    edit_state(copy, lambda state: state[WO][0, -1].fill_(torch.nan))
     errors = run_ranks(3, error_of, ["--checkpoint", str(copy), "--prompt", "a"])
     assert errors == errors[:1] * 3 and errors[0].startswith(f"tensor {WO} holds NaN")
 

@@ -8,7 +8,7 @@ from configs import BASE, change
 from decoding_runs import answer_in_turns, make_runner
 from file_edits import take_state
 from gpu import OnAGpu
-from helpers import bfloat16_numbers, counted_kernels, greedy_tokens, last_logits, random_model, unequal_rows
+from helpers import counted_kernels, greedy_tokens, last_logits, load_random, randn_bf16, random_model, unequal_rows
 from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
 from parity import SPLITS, check_ranks_against_one_device
 from quantized_folders import mxfp4, write_quantized
@@ -21,7 +21,7 @@ from extras.export import to_hf
 from ladder.architectures import experts, heads
 from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture, MoE
-from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.checkpoints.sizes import named_size
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.kernels import compiling
@@ -30,7 +30,6 @@ from ladder.kernels.gpu.split_attention import split_attend
 from ladder.text.rendering import render
 from ladder.text.tokenizer import Tokenizer
 from model import build
-from tp import load_shard
 
 GPT_OSS = "GptOssConfig", {
     "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7, "intermediate_size": 32,
@@ -117,7 +116,7 @@ def test_a_prefill_in_chunks_a_server_and_a_draft_compute_the_same():
 def test_few_positions_with_sinks_against_float64(G):
     """A sink is a key more, of value 0; the last of these is far above all scores."""
     skinny_gemm.build()
-    q, keys, values = bfloat16_numbers(3, 2, 2, G, 64), bfloat16_numbers(3, 2, 40, 64), bfloat16_numbers(3, 2, 40, 64)
+    q, keys, values = randn_bf16(3, 2, 2, G, 64), randn_bf16(3, 2, 40, 64), randn_bf16(3, 2, 40, 64)
     positions, sinks = torch.tensor([[38, 39], [0, 1], [20, 21]]), torch.linspace(-3, 9, 2 * G).bfloat16()
     for window in 100, 7:
         scores = torch.einsum("bksgh,bkth->bksgt", q.double(), keys.double()) / 8
@@ -139,7 +138,7 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
     more = {"int8": {"not_quantized": ("w2",)}, "int4": {"group_size": 32}, None: {}}[quant]
     config = change(CONFIG, head_dim=64, dim=64, mixture={"expert_size": 64}, quant=quant, **more)
     dtypes = torch.float32, torch.bfloat16, torch.bfloat16
-    nets = [load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu") for dtype in dtypes]
+    nets = [load_random(config, dtype) for dtype in dtypes]
     for name, weight in (pair for net in nets for pair in net.named_parameters()):
         if name.endswith(("bias", "sinks")):
             weight.data.normal_(0, 1, generator=torch.Generator().manual_seed(len(name)))

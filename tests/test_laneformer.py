@@ -152,9 +152,8 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
     converted(tmp_path, **CASES[case])
     quantize.main(["--checkpoint", str(tmp_path / "ours"), "--mode", "int8", "--out", str(tmp_path / "int8")])
     config = checkpoint.read_config(tmp_path / "ours")
-    twin = dequantized_state(config, load_file(tmp_path / "int8" / "model.safetensors"))
-    (tmp_path / "twin").mkdir()
-    write_model(tmp_path / "twin", config, twin, torch.float32)
+    twin = dequantized_state(load_file(tmp_path / "int8" / "model.safetensors"))
+    write_model(tmp_path / "twin", config, twin)
     [(expected, _)] = run_ranks(1, logits_of, tmp_path / "twin")
     for ranks in 1, 2:
         check(run_ranks(ranks, logits_of, tmp_path / "int8"), expected.numpy(), limit=1e-3)

@@ -10,7 +10,7 @@ import torch.nn as nn
 from configs import ANY_TP, BASE, LINEAR_SETTINGS, change
 from decoding_runs import answer_in_turns, make_runner
 from file_edits import change_tensors, edit_config
-from helpers import counted_kernels, greedy_tokens, last_logits, random_model, unequal_rows
+from helpers import counted_kernels, greedy_tokens, last_logits, load_random, randn, random_model, unequal_rows
 from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
 from parity import SPLITS, check_ranks_against_one_device
 from quantized_folders import BLOCKS, fp8, write_quantized
@@ -23,7 +23,7 @@ from extras.measure import advise
 from generate import Runner
 from ladder.architectures.mixture import Mixture, MoE
 from ladder.checkpoints import checkpoint
-from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.checkpoints.sizes import named_size
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.kernels import compiling
@@ -32,7 +32,6 @@ from ladder.layers.attention_inputs import attention_metadata
 from ladder.memory import step_bytes
 from ladder.sources import huggingface
 from model import build
-from tp import load_shard
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parity with transformers
@@ -113,8 +112,8 @@ def instella(folder):
     """Save a tiny Instella-MoE and return its reference."""
     theirs = Instella(balanced(hf_model(("DeepseekV3Config", {**DEEPSEEK, **ONE_GROUP, "num_hidden_layers": 4}))))
     theirs.net.save_pretrained(folder)
-    gates = {f"model/layers/{i}/self_attn/gate_proj/weight": g.weight.detach() for i, g in enumerate(theirs.gates)}
-    change_tensors(folder, **gates)
+    gates = {f"model.layers.{i}.self_attn.gate_proj.weight": g.weight.detach() for i, g in enumerate(theirs.gates)}
+    change_tensors(folder, gates)
     edit_config(folder, architectures=["InstellaMoEForCausalLM"], gated_attention=True, farskip=True)
     return theirs
 
@@ -167,7 +166,7 @@ def test_farskip_in_some_layers_or_of_some_sublayers(keys, attentions, mlps, wir
 def test_a_layer_that_predicts_more_tokens_is_left_out(tmp_path, capsys):
     theirs = hf_model(FAMILIES["deepseek v3"])
     theirs.save_pretrained(tmp_path / "hf")
-    change_tensors(tmp_path / "hf", **{"model/layers/3/eh_proj/weight": torch.zeros(2)})
+    change_tensors(tmp_path / "hf", {"model.layers.3.eh_proj.weight": torch.zeros(2)})
     check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
     assert "left out: 1 tensors of the layers that predict more tokens" in capsys.readouterr().out
 
@@ -200,7 +199,7 @@ BAD = [
     ),
     ({"kv_lora_rank": 16}, {}, r"kv_a_proj_with_mqa.weight: .*the config makes it \(24, 48\)"),
     ({"num_attention_heads": 8, "num_key_value_heads": 8}, {}, r"does not make the \(160, 48\) of the config"),
-    ({}, {"model/layers/1/mlp/gate/e_score_correction_bias": None}, "has no tensor .*expert_bias"),
+    ({}, {"model.layers.1.mlp.gate.e_score_correction_bias": None}, "has no tensor .*expert_bias"),
 ]  # fmt: skip
 
 
@@ -208,7 +207,7 @@ BAD = [
 def test_bad_folders_are_one_line(values, tensors, words, tmp_path):
     hf_model(("DeepseekV3Config", DEEPSEEK)).save_pretrained(tmp_path / "hf")
     edit_config(tmp_path / "hf", **values)
-    change_tensors(tmp_path / "hf", **tensors)
+    change_tensors(tmp_path / "hf", tensors)
     with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
         convert(tmp_path / "hf", tmp_path / "ours")
 
@@ -234,7 +233,7 @@ def test_experts_are_chosen_as_a_loop_in_float64_chooses_them(router, groups):
     """One expert after another, with ties: of equal scores the same number of experts is chosen."""
     routing = {"router": router, "expert_groups": groups, "chosen_groups": groups and 2}
     moe = MoE(MIXTURE.dim, dataclasses.replace(MIXTURE.find(Mixture), **routing))
-    x = torch.randn(50, 48, generator=torch.Generator().manual_seed(0))
+    x = randn(50, 48)
     for weight in moe.parameters():
         nn.init.normal_(weight, 0, 0.3)
     x[0] = 0  # all logits are 0
@@ -343,17 +342,14 @@ def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
 
 
 def test_routers_stay_float32_in_a_model_in_bfloat16():
-    net = load_shard(INSTELLA, RandomWeights(INSTELLA, "cpu"), torch.bfloat16, "cpu")
+    net = load_random(INSTELLA)
     assert {p.dtype for n, p in net.named_parameters() if "router" in n or "expert_bias" in n} == {torch.float32}
     assert {p.dtype for n, p in net.named_parameters() if "router" not in n and "expert_bias" not in n} == {net.dtype}
 
 
 def test_the_kernels_for_few_rows_compute_a_bfloat16_step():
     config = change(CONFIG, wiring="ladder")
-    exact, plain, fast = (
-        load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
-        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
-    )
+    exact, plain, fast = (load_random(config, dtype) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16))
     with torch.inference_mode():
         exact, plain = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain))
         compiling.use_decode_kernels(fast)
@@ -370,10 +366,7 @@ def test_few_positions_attend_to_latents_as_in_float64(N, S, compile, monkeypatc
     sizes = {"query_rank": None, "latent_dim": 128, "key_dim": 48, "rope_dim": 32, "value_dim": 20}
     shape = {"dim": 64, "n_heads": N, "n_kv_heads": N, "head_dim": 80, "rotary_dim": 32, "n_layers": 1}
     config = change(CONFIG, **shape, latent=sizes)
-    exact, plain, fast = (
-        load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
-        for dtype in (torch.float64, torch.bfloat16, torch.bfloat16)
-    )
+    exact, plain, fast = (load_random(config, dtype) for dtype in (torch.float64, torch.bfloat16, torch.bfloat16))
     for weight, rounded in zip(exact.parameters(), plain.parameters(), strict=True):
         weight.data = rounded.data.double()
     positions = torch.tensor([[20], [0], [7]]) + torch.arange(S)
@@ -407,7 +400,7 @@ def test_few_positions_attend_to_latents_as_in_float64(N, S, compile, monkeypatc
 
 
 def test_bytes_of_the_cache_are_those_of_latents():
-    net = load_shard(CONFIG, RandomWeights(CONFIG, "cpu"), torch.bfloat16, "cpu")
+    net = load_random(CONFIG)
     cache = net.new_cache(2, 9)
     assert sum(tensor.nbytes for layer in cache for tensor in layer) == 3 * 2 * 9 * (24 + 4) * 2
     assert step_bytes(net, cache, 3) - step_bytes(net, cache, 0) == 3 * 2 * 3 * (24 + 4) * 2

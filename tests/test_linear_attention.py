@@ -1,6 +1,5 @@
 """Linear attention: against a naive float64 recurrence and transformers, on ranks, compiled, in integers."""
 
-import json
 import re
 
 import numpy as np
@@ -8,12 +7,13 @@ import pytest
 import torch
 from configs import ANY_TP, BASE, LINEAR_ATTENTION, LINEAR_SETTINGS, change
 from file_edits import change_tensors
-from helpers import counted_kernels, last_logits, unequal_rows, write_model
+from helpers import counted_kernels, last_logits, load_random, unequal_rows, write_model
 from hf_folders import (
     SMALL,
     check_config_as_on_the_hub,
     check_family,
     check_parity,
+    config_from_values,
     convert,
     hf_model,
     multimodal_model,
@@ -26,15 +26,14 @@ from extras.measure import advise
 from generate import Runner
 from ladder.architectures.linear import gated_delta_rule, normalized
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.checkpoints.sizes import named_size
 from ladder.command_line.draft_flag import read_draft
 from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.memory import step_bytes
-from ladder.sources import huggingface
 from model import build
-from tp import load_shard, shard_plan
+from tp import shard_plan
 
 
 def random_inputs(S, B=2, K=3, R=2, X=8, Y=5, decay=0.3):
@@ -114,7 +113,7 @@ def test_the_language_model_beside_a_tower_for_pictures(outer, family, tmp_path,
     vision = {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "num_position_embeddings": 16}
     theirs = forgetful(multimodal_model(outer, FAMILIES[family][1], vision))
     theirs.save_pretrained(tmp_path / "hf")
-    change_tensors(tmp_path / "hf", **{"mtp/fc/weight": torch.zeros(2)})
+    change_tensors(tmp_path / "hf", {"mtp.fc.weight": torch.zeros(2)})
     ours = convert(tmp_path / "hf", tmp_path / "ours")
     said = capsys.readouterr().out
     assert "1 tensors of mtp" in said and re.search(r"\d tensors of visual", said)
@@ -186,10 +185,7 @@ def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
 @pytest.mark.parametrize("quant", [None, "int8"])
 def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
     config = change(LINEAR_ATTENTION, head_dim=64, quant=quant)
-    exact, plain, fast = (
-        load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
-        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
-    )
+    exact, plain, fast = (load_random(config, dtype) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16))
     with torch.inference_mode():
         exact, plain = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain))
         compiling.use_decode_kernels(fast)
@@ -205,7 +201,7 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
 
 def test_bytes_of_a_step_and_of_the_advisor():
     config = change(LINEAR_ATTENTION, n_layers=4, linear={"layers": (0, 1, 2)})
-    net = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu")
+    net = load_random(config)
     cache = net.new_cache(2, 9)
     attention = [sum(p.nbytes for n, p in b.attention.named_parameters() if "norm" not in n) for b in net.layers]
     caches = [sum(tensor.nbytes for tensor in layer) for layer in cache]
@@ -249,16 +245,14 @@ def test_settings_of_the_wrong_type_are_one_line(settings, words):
 ])  # fmt: skip
 def test_bad_folders_are_one_line(changes, words, tmp_path):
     values = {**SMALL, "model_type": "qwen3_5_text", "num_hidden_layers": 4, **changes}
-    (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):
-        huggingface.config_from_hf(tmp_path / "config.json")
+        config_from_values(tmp_path, values)
 
 
 def test_more_ranks_than_key_heads_and_drafts_are_refused(tmp_path):
     with pytest.raises(InputError, match="none of 5 key heads of linear attention"):
         shard_plan(LINEAR_ATTENTION, 0, (1,) * 6)
-    (tmp_path / "small").mkdir()
-    write_model(tmp_path / "small", LINEAR_ATTENTION, long_memory(LINEAR_ATTENTION).state_dict(), torch.float32)
+    write_model(tmp_path / "small", LINEAR_ATTENTION, long_memory(LINEAR_ATTENTION).state_dict())
     for draft, config in ("ngram", LINEAR_ATTENTION), (str(tmp_path / "small"), BASE):
         with pytest.raises(InputError, match=f"--draft {draft}: .* with linear attention neither drafts nor is"):
             read_draft(draft, config, None)

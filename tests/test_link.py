@@ -9,12 +9,11 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 
-import helpers
 import pytest
 import torch
 import torch.distributed as dist
 from configs import BASE, BY_HAND, WIRED, queued, staleness, wired_id
-from helpers import last_logits, random_model, shard
+from helpers import last_logits, random_model, shard, unequal_rows
 from running import RANKS, run_ranks
 
 import generate
@@ -126,7 +125,7 @@ def on_and_off(world, compile, cases):
         net, logits = shard(config, world), []
         for group in (world.group, linked):
             net.comm = tp.TensorParallel(config, world.shares, group)
-            logits.append(last_logits(net, *helpers.unequal_rows(config), compile=compile, compile_prefill=compile))
+            logits.append(last_logits(net, *unequal_rows(config), compile=compile, compile_prefill=compile))
         answers.append((wired_id(changes), *logits))
     return answers
 

@@ -6,7 +6,6 @@ import math
 import re
 import types
 
-import helpers
 import pytest
 import torch
 from configs import ANY_TP, BASE, change
@@ -16,6 +15,8 @@ from helpers import (
     last_logits,
     randn,
     random_model,
+    rank_logits,
+    shard,
     shared_data,
     unequal_rows,
     write_model,
@@ -31,7 +32,6 @@ from quantized_models import (
     UNQUANTIZED,
     check_quantized_model,
     exact_weights,
-    quantized_shard,
     quantized_state,
 )
 from running import main_on_ranks, run_ranks
@@ -126,13 +126,13 @@ def test_each_linear_gets_the_inputs_that_the_quantized_model_has(config, monkey
     monkeypatch.setattr(rounding, "second_moments", lambda x: inputs.append(x.clone()) or second_moments(x))
     read = quantize.quantized(exact_weights(config), config, TEXT)
     state = {n: read(n) for n in writing.shapes(config)}
-    net, theirs = tp.load_shard(config, StateWeights(state), torch.float32, "cpu"), []
+    net, theirs = shard(config, state=state), []
     for module in net.modules():
         if type(module) is quant_linear.QuantLinear:
             module.register_forward_pre_hook(lambda _, args: theirs.append(args[0]))
     with torch.no_grad():
         logits = net(TEXT)
-        fitted = tp.load_shard(config, StateWeights(quantized_state(config)), torch.float32, "cpu")(TEXT)
+        fitted = shard(config, state=quantized_state(config))(TEXT)
         exact = random_model(change(config, quant=None, group_size=None, not_quantized=()))(TEXT)
     theirs = [x for i, x in enumerate(theirs) if i == 0 or x is not theirs[i - 1]]  # w3 has those of w1
     assert len(inputs) == len(theirs) and all(map(functools.partial(torch.allclose, atol=1e-4), inputs, theirs))
@@ -157,13 +157,13 @@ def test_older_checkpoints_have_scales_in_bfloat16(ranks):
     config, kept = change(INT4, wiring="ladder"), ("scales", "zeros")
     state = {n: t.bfloat16() if n.endswith(kept) else t for n, t in quantized_state(config).items()}
     half = {n: t.half() if n.endswith(kept) else t for n, t in state.items()}  # which holds these exactly
-    results = [run_ranks(ranks, helpers.rank_logits, config, s, torch.bfloat16) for s in (state, half)]
+    results = [run_ranks(ranks, rank_logits, config, s, torch.bfloat16) for s in (state, half)]
     for old, new in zip(*results, strict=True):
         assert (old - new).abs().max() < 0.05 * old.abs().max()
     for stored, dtype in (state, torch.bfloat16), (half, torch.float16):
-        net = tp.load_shard(config, StateWeights(stored), torch.bfloat16, "cpu")
+        net = shard(config, None, torch.bfloat16, stored)
         assert net.layers[0].attention.wo.scales.dtype == dtype
-        assert tp.load_shard(config, StateWeights(stored), torch.float32, "cpu").output.scales.dtype == torch.float32
+        assert shard(config, state=stored).output.scales.dtype == torch.float32
 
 
 def test_a_rank_without_rows_of_the_output_head():
@@ -190,10 +190,10 @@ def test_compiled_it_does_with_pytorchs_kernels_too(config, monkeypatch):
     check_quantized_model(change(config, n_layers=1), torch.bfloat16, 0.06, compile=True)
 
 
-def rank_logits(world, cases, tokens, lengths, compile):
+def logits_of_integers(world, cases, tokens, lengths, compile):
     out = []
     for config, dtype in cases:
-        net = quantized_shard(config, dtype, world)
+        net = shard(config, world, dtype, quantized_state(config))
         registry.use(quant_kernels.KERNELS["cpu"])
         out.append(last_logits(net, tokens, lengths, compile=compile))
     return out
@@ -201,9 +201,9 @@ def rank_logits(world, cases, tokens, lengths, compile):
 
 def check_ranks(shares, cases, compile=False):
     tokens, lengths = unequal_rows(UNQUANTIZED)
-    ranks = run_ranks(shares, rank_logits, cases, tokens, lengths, compile)
+    ranks = run_ranks(shares, logits_of_integers, cases, tokens, lengths, compile)
     for i, (config, dtype) in enumerate(cases):
-        expected = last_logits(quantized_shard(config, torch.float32), tokens, lengths)
+        expected = last_logits(shard(config, state=quantized_state(config)), tokens, lengths)
         tolerance = 1e-4 if dtype == torch.float32 else 0.06
         for logits in ranks:
             assert (logits[i] - expected).abs().max() < tolerance * expected.abs().max(), config
@@ -232,9 +232,8 @@ def test_int4_cuts_the_mlp_between_groups_or_their_halves(tp_size, multiple):
 def folder(tmp_path_factory):
     """A checkpoint with widths that all group sizes divide, and a tokenizer (the demo's, whose vocabulary it has)."""
     path = tmp_path_factory.mktemp("quantize") / "plain"
-    path.mkdir()
     config = change(UNQUANTIZED, dim=128, intermediate_size=256, vocab_size=1024, head_dim=16, wiring="ladder")
-    write_model(path, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(path, config, dtype=torch.bfloat16)
     writing.copy_tokenizer(ROOT / "demo", path)
     return path
 
@@ -281,14 +280,11 @@ def test_the_text_is_a_file_its_own_or_none(folder, tmp_path, capsys):
     none, file, again, own = run("a", "--text", "none"), run("b", "--text", story), run("c", "--text", story), run("d")
     assert torch.equal(file, again) and all((a != b).any() for a, b in ((none, file), (none, own), (file, own)))
     lanes = change(checkpoint.read_config(folder), wiring="spd/2", tie_embeddings=True)
-    (tmp_path / "lanes").mkdir()
-    write_model(tmp_path / "lanes", lanes, random_model(lanes).state_dict(), torch.bfloat16)
+    write_model(tmp_path / "lanes", lanes, dtype=torch.bfloat16)
     run("e", source=tmp_path / "lanes")
     assert "wiring spd/2: quantized without a text\n" in capsys.readouterr().err
     assert checkpoint.read_config(tmp_path / "e").int8 == ("tok_embeddings",)
-    (plain := tmp_path / "plain").mkdir()
-    config = change(lanes, wiring="standard")
-    write_model(plain, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(plain := tmp_path / "plain", change(lanes, wiring="standard"), dtype=torch.bfloat16)
     with pytest.raises(InputError, match=r"plain has no tokenizer, which --text .*story needs$"):
         run("f", "--text", story, source=plain)
     story.write_text("Once")
@@ -302,9 +298,7 @@ def test_bad_checkpoints_are_one_clear_line(tmp_path):
         flags = "--checkpoint", source, "--mode", "int4", "--out", tmp_path / "int4", "--group-size", "32", *flags
         quantize.main([str(flag) for flag in flags])
 
-    (odd := tmp_path / "odd").mkdir()
-    config = change(UNQUANTIZED, intermediate_size=172)
-    write_model(odd, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(odd := tmp_path / "odd", change(UNQUANTIZED, intermediate_size=172), dtype=torch.bfloat16)
     with pytest.raises(InputError, match=r"^group size 32 does not divide the columns of w2 \(172\): keep w2$"):
         run(odd)
     matrices = r"wqkv \(64\), w1 \(64\), w3 \(64\), output \(64\), w2 \(172\): keep tok_embeddings,wqkv,w1,w3,output,w2"

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from file_edits import changed_bytes, changed_json, refused
+from file_edits import changed_bytes, changed_json, edit_config, edit_state, refused
 from gguf import GGMLQuantizationType as Type
 from helpers import folder_logits, last_logits, train_tokenizer, unequal_rows
 from hf_folders import (
@@ -25,6 +25,7 @@ from hf_folders import (
     TOKENS,
     YARN_ROPE,
     check_parity,
+    config_from_values,
     convert,
     hf_model,
     randomize_vectors,
@@ -47,7 +48,7 @@ from ladder.architectures.heads import Heads
 from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
 from ladder.kernels.quant_linear import dequantize, unpack
-from ladder.sources import gguf_file, huggingface
+from ladder.sources import gguf_file
 from ladder.text.byte_pairs import LLAMA3_PATTERN
 from ladder.text.tokenizer import load_tokenizer
 
@@ -541,23 +542,6 @@ def test_mxfp4_of_all_experts_together(tmp_path):
 # ---- Bad input ----
 
 
-def with_config(**changes):
-    def edit(folder):
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return edit
-
-
-def with_tensors(change):
-    def edit(folder):
-        state = load_file(folder / "model.safetensors")
-        change(state)
-        save_file(state, folder / "model.safetensors")
-
-    return edit
-
-
 Q = "model.layers.1.self_attn.q_proj."
 AWQ, GPTQ = FORMATS["AWQ"][1], FORMATS["GPTQ"][1]
 ASYMMETRIC = {"weights": {"symmetric": False}}
@@ -569,38 +553,38 @@ def as_bare_integers(state):
 
 
 def halved(name):
-    return with_tensors(lambda state: state.update({Q + name: state[Q + name][: len(state[Q + name]) // 2].clone()}))
+    return lambda state: state.update({Q + name: state[Q + name][: len(state[Q + name]) // 2].clone()})
 
 
-BAD = {  # (format, what is wrong, message)
-    "another method": ("AWQ", with_config(quantization_config={"quant_method": "hqq"}), "'hqq' is not read, only awq,"),
-    "bitsandbytes": ("AWQ", with_config(quantization_config={"quant_method": "bitsandbytes"}), r"m.dequantize\(\)"),
-    "no object": ("AWQ", with_config(quantization_config=[4]), "quant_method None is not read"),
-    "AWQ's other version": ("AWQ", with_config(quantization_config={**AWQ, "version": "gemv"}), "only version 'gemm'"),
-    "3 bits": ("GPTQ", with_config(quantization_config={**GPTQ, "bits": 3}), "of bits is 4, but .* says 3"),
-    "marlin": ("GPTQ", with_config(quantization_config={**GPTQ, "checkpoint_format": "marlin"}), "'marlin' of GPTQ"),
-    "no scales": ("AWQ", with_tensors(lambda s: s.pop(f"{Q}scales")), "q_proj has no scales"),
-    "no FP8 scales": ("FP8, rows", with_tensors(lambda s: s.pop(f"{Q}weight_scale")), "but its scales are missing"),
-    "no int8 scales": ("FP8, rows", with_tensors(as_bare_integers), "but its scales are missing"),
-    "no block size": ("FP8, blocks", with_config(quantization_config={"quant_method": "fp8"}), "_size is missing"),
-    "no order": ("GPTQ, act-order", with_tensors(lambda s: s.pop(f"{Q}g_idx")), "q_proj: has no g_idx"),
+BAD = {  # (format, another quantization_config or an edit of the state dict, message)
+    "another method": ("AWQ", {"quant_method": "hqq"}, "'hqq' is not read, only awq,"),
+    "bitsandbytes": ("AWQ", {"quant_method": "bitsandbytes"}, r"m.dequantize\(\)"),
+    "no object": ("AWQ", [4], "quant_method None is not read"),
+    "AWQ's other version": ("AWQ", {**AWQ, "version": "gemv"}, "only version 'gemm'"),
+    "3 bits": ("GPTQ", {**GPTQ, "bits": 3}, "of bits is 4, but .* says 3"),
+    "marlin": ("GPTQ", {**GPTQ, "checkpoint_format": "marlin"}, "'marlin' of GPTQ"),
+    "no scales": ("AWQ", lambda s: s.pop(f"{Q}scales"), "q_proj has no scales"),
+    "no FP8 scales": ("FP8, rows", lambda s: s.pop(f"{Q}weight_scale"), "but its scales are missing"),
+    "no int8 scales": ("FP8, rows", as_bare_integers, "but its scales are missing"),
+    "no block size": ("FP8, blocks", {"quant_method": "fp8"}, "_size is missing"),
+    "no order": ("GPTQ, act-order", lambda s: s.pop(f"{Q}g_idx"), "q_proj: has no g_idx"),
     "rotated": (
-        "pack-quantized", with_config(quantization_config={**COMPRESSED, "transform_config": {"a": 1}}), "rotates",
+        "pack-quantized", {**COMPRESSED, "transform_config": {"a": 1}}, "rotates",
     ),
     "no zero points": (
-        "pack-quantized", with_config(quantization_config={**COMPRESSED, "config_groups": {"0": ASYMMETRIC}}),
+        "pack-quantized", {**COMPRESSED, "config_groups": {"0": ASYMMETRIC}},
         "has no weight_zero_point",
     ),
-    "huge shape": ("pack-quantized", with_tensors(lambda s: s[f"{Q}weight_shape"].fill_(2**31 - 1)), "do not fit"),
-    "NaN scales": ("AWQ", with_tensors(lambda s: s[f"{Q}scales"].fill_(math.nan)), "q_proj.scales, .*NaN or infinite"),
+    "huge shape": ("pack-quantized", lambda s: s[f"{Q}weight_shape"].fill_(2**31 - 1), "do not fit"),
+    "NaN scales": ("AWQ", lambda s: s[f"{Q}scales"].fill_(math.nan), "q_proj.scales, .*NaN or infinite"),
     "half the columns": ("GPTQ", halved("qweight"), "q_proj"),
     "infinite scales": (
-        "FP8, blocks", with_tensors(lambda s: s[f"{Q}weight_scale_inv"].fill_(math.inf)), "NaN or infinite"
+        "FP8, blocks", lambda s: s[f"{Q}weight_scale_inv"].fill_(math.inf), "NaN or infinite"
     ),
     "half of FP8's scales": ("FP8, blocks", halved("weight_scale_inv"), r"scales \(1, 3\) do not fit a weight"),
     "half of the zero points": ("AWQ", halved("qzeros"), "do not fit scales"),
     "one scale more": (
-        "pack-quantized", with_tensors(lambda s: s.update({f"{Q}weight_global_scale": torch.ones(1)})),
+        "pack-quantized", lambda s: s.update({f"{Q}weight_global_scale": torch.ones(1)}),
         "weight_global_scale that is no part",
     ),
 }  # fmt: skip
@@ -608,9 +592,12 @@ BAD = {  # (format, what is wrong, message)
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_folders_are_one_line_and_leave_nothing(case, tmp_path):
-    name, spoil, message = BAD[case]
+    name, wrong, message = BAD[case]
     write_quantized(tmp_path / "hf", model(), *FORMATS[name][:2])
-    spoil(tmp_path / "hf")
+    if callable(wrong):
+        edit_state(tmp_path / "hf", wrong)
+    else:
+        edit_config(tmp_path / "hf", quantization_config=wrong)
     with pytest.raises(InputError, match=rf"^[^\n]*{message}[^\n]*$"):
         convert(tmp_path / "hf", tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -618,9 +605,9 @@ def test_bad_folders_are_one_line_and_leave_nothing(case, tmp_path):
 
 def test_zeros_that_autogptq_adds_as_biases_are_dropped(tmp_path):
     write_quantized(tmp_path / "hf", theirs := model(), *FORMATS["GPTQ"][:2])
-    with_tensors(lambda s: s.update({f"{Q}bias": torch.zeros(384)}))(tmp_path / "hf")
+    edit_state(tmp_path / "hf", lambda s: s.update({f"{Q}bias": torch.zeros(384)}))
     check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--to-float", "--dtype", "float32"), theirs)
-    with_tensors(lambda s: s[f"{Q}bias"].fill_(1))(tmp_path / "hf")
+    edit_state(tmp_path / "hf", lambda s: s[f"{Q}bias"].fill_(1))
     refused("q_proj.bias that is no part", convert, tmp_path / "hf", tmp_path / "other")
 
 
@@ -634,10 +621,10 @@ def test_a_quantized_head_is_tied_if_all_of_it_is_the_embedding_table(tmp_path, 
 
     theirs = model(tie_word_embeddings=True)
     write_quantized(tmp_path / "hf", theirs, *FORMATS["pack-quantized"][:2], quantized)
-    with_tensors(copy_the_table)(tmp_path / "hf")
+    edit_state(tmp_path / "hf", copy_the_table)
     tied = convert(tmp_path / "hf", tmp_path / "tied")
     assert tied.config.tie_embeddings and tied.config.not_quantized == ()
-    with_tensors(lambda s: s["lm_head.weight_scale"].mul_(2))(tmp_path / "hf")
+    edit_state(tmp_path / "hf", lambda s: s["lm_head.weight_scale"].mul_(2))
     untied = convert(tmp_path / "hf", tmp_path / "untied")
     assert not untied.config.tie_embeddings and untied.config.not_quantized == ()
     assert "lm_head.weight is a tensor of its own" in capsys.readouterr().out
@@ -669,8 +656,7 @@ def test_absent_values_of_gguf_have_the_defaults_of_llama_cpp(architecture, tmp_
     more |= {"expert_feed_forward_length": 8} if architecture == "qwen3moe" else {}
     more |= {"logit_scale": 1.0, "rope.scaling.factor": 4.0} if architecture == "granite" else {}
     values = gguf_config("llama" if architecture == "mixtral" else architecture, **more)
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    config = huggingface.config_from_hf(tmp_path / "config.json")
+    config = config_from_values(tmp_path, values)
     assert (config.rope_theta, config.n_kv_heads, config.head_dim, config.max_seq_len) == (
         1e4, 2, 4, 32 if architecture == "granite" else 8,
     )  # fmt: skip

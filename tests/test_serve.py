@@ -26,7 +26,7 @@ import torch
 from configs import BASE, LINEAR_ATTENTION
 from decoding_runs import ASK, answer_in_turns
 from file_edits import edit_config
-from helpers import ROOT, greedy_tokens, random_model, shard
+from helpers import ROOT, greedy_tokens, randn, random_model, shard
 from running import command, run_ranks
 
 import tp
@@ -206,7 +206,7 @@ def adjusted_logits(world, logits):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_penalties_and_least_lengths_change_logits_as_defined(ranks):
-    logits = torch.randn(2, BASE.vocab_size, generator=torch.Generator().manual_seed(0))
+    logits = randn(2, BASE.vocab_size)
     expected = logits.double()
     for i in 5, 6, 7:
         expected[0, i] *= 1 / 1.5 if expected[0, i] > 0 else 1.5

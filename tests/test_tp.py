@@ -18,7 +18,7 @@ from helpers import (
     unequal_rows,
     write_model,
 )
-from parity import check_ranks_against_reference, reference_logits
+from parity import check_ranks_against_the_reference, reference_logits
 from running import run_ranks
 
 import generate
@@ -187,14 +187,14 @@ def test_a_dtype_that_is_unknown_here_is_refused(tmp_path):
 
 @pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_compute_what_one_device_does(tp_size):
-    check_ranks_against_reference(tp_size, CASES)
+    check_ranks_against_the_reference(tp_size, CASES)
 
 
 @pytest.mark.parametrize("shares", UNEQUAL_SHARES, ids=str)
 def test_ranks_of_unequal_shares_compute_what_one_device_does(shares):
     """In a wiring with lanes, what these heads and neurons of each rank compute."""
     wirings = "standard", "ladder", "spd", "desync"
-    check_ranks_against_reference(
+    check_ranks_against_the_reference(
         shares, [{"wiring": wiring, **shape} for shape in (MANY, ONE_KV_HEAD) for wiring in wirings]
     )
 
@@ -222,7 +222,7 @@ COMPILED += [(4, changes, True) for changes in (WIRED[1], OTHERS[3], {"wiring": 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size, changes, prefill", [(2, {"wiring": "ladder", "n_layers": 2}, False), *COMPILED])
 def test_compiled_ranks_of_every_wiring_compute_what_one_device_does(tp_size, changes, prefill):
-    check_ranks_against_reference(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=prefill)
+    check_ranks_against_the_reference(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=prefill)
 
 
 def over_gloo(config, world):
@@ -233,7 +233,7 @@ def over_gloo(config, world):
 
 @pytest.mark.slow
 def test_compiled_ranks_compute_it_over_gloo_too():
-    check_ranks_against_reference(2, [{**WIRED[1], **UNEVEN}], load=over_gloo, compile=True)
+    check_ranks_against_the_reference(2, [{**WIRED[1], **UNEVEN}], load=over_gloo, compile=True)
 
 
 def bfloat16_logits(world, config, folder, compile):
@@ -256,7 +256,7 @@ FEW_ROWS += [pytest.param(3, changes, True, marks=pytest.mark.slow) for changes 
 @pytest.mark.parametrize("tp_size, changes, compile", FEW_ROWS)
 def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compile, tmp_path):
     config = change(BASE, **{**UNEVEN, **changes, "head_dim": 64})  # for its decode_attention
-    write_model(tmp_path, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(tmp_path, config, dtype=torch.bfloat16)
     if tp_size == 1:
         ranks = [bfloat16_logits(launch.World(0, 1, torch.device("cpu")), config, str(tmp_path), compile)]
     else:
