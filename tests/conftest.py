@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
 if not os.environ.get("LADDER_TEST_GPU"):  # but for test_gpu.py the tests are of the CPU path
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -14,9 +15,15 @@ if not os.environ.get("LADDER_TEST_GPU"):  # but for test_gpu.py the tests are o
 os.environ["HF_MODULES_CACHE"] = os.path.join(tempfile.gettempdir(), f"ladder-fast-tests-{os.getpid()}")
 
 import pytest
+
+if "helpers" not in sys.modules:  # asserts of what tests share show their values, too
+    pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("*.py")))
+
 import torch
 import torch.distributed as dist
-from helpers import BASE, random_model, stop_ranks, train_tokenizer, write_model
+from configs import BASE
+from helpers import train_tokenizer, write_model
+from running import stop_ranks
 
 from ladder.errors import InputError
 from ladder.kernels import registry
@@ -92,5 +99,29 @@ def tiny(tmp_path_factory):
     text = "Once upon a time there was a little dog. The dog ran to the park. "
     train_tokenizer([text] * 30, 300, folder / "tokenizer.model")
     config = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300, eos_ids=(2,))
-    write_model(folder, config, random_model(config).state_dict(), torch.float32)
+    write_model(folder, config)
     return folder
+
+
+@pytest.fixture
+def training_flags(tmp_path, tiny):
+    """The flags of a tiny training; texts repeat, so there is something to learn."""
+    texts = "Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."
+    for name, times in ("train.txt", 20), ("valid.txt", 2):
+        (tmp_path / name).write_text("\n<|endoftext|>\n".join(texts * times))
+    files = ["--text", tmp_path / "train.txt", "--valid", tmp_path / "valid.txt", "--out", tmp_path / "out"]
+    how = "--fresh --batch 8 --seq-len 16 --steps 40 --eval-every 20 --lr 3e-3 --dtype float32"
+    return [*map(str, files), "--checkpoint", str(tiny), *how.split()]
+
+
+@pytest.fixture
+def retraining_flags(training_flags):
+    """The flags of a retraining with a teacher."""
+    training_flags.remove("--fresh")
+    how = "--steps 6 --eval-every 3 --lr 1e-3 --wiring ladder:1,2"
+    return [*training_flags, *how.split()]
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()

@@ -14,19 +14,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from helpers import change, last_logits, random_model, shard, unequal_rows
+from configs import change
+from helpers import last_logits, load_random, random_model, shard, unequal_rows
 
 from generate import Runner, generate
-from ladder.checkpoints.sizes import RandomWeights
 from ladder.decoding.batch import Sampler, last_tokens, make_cache, pad
 from ladder.decoding.speculative import Ngrams
 from ladder.errors import Verdict
 from ladder.kernels import quant_kernels, registry
-from ladder.lanes.lanes import load_lanes
 from ladder.progress import progress
 from ladder.ranks import launch, shared_gpu
 from model import Config
-from tp import load_shard
 
 CONFIG = Config(3, 8, 4, 16, 128, 1024, 136, 64, bos_id=1, eos_ids=(2,))
 MIXTURE = {"mixture": {"n_experts": 5, "experts_per_token": 2, "expert_size": 72, "dense_layers": (1,)}}
@@ -48,9 +46,9 @@ def ids(net, way="captured", new=20, sample=(0,), draft=False, splits=None):
 def ids_equal(world, changes, shares=None, way="captured", *how):
     """Whether the ranks generate what one does, in float32."""
     config, world = change(CONFIG, **changes), copy.copy(world)
-    world.shares, load = shares or world.shares, load_lanes if config.named_wiring.fixed_shards else load_shard
+    world.shares = shares or world.shares
     state = random_model(config).state_dict()
-    alone, several = (shard(config, w, state=state, load=load).to(world.device) for w in (None, world))
+    alone, several = (shard(config, w, state=state).to(world.device) for w in (None, world))
     expected = ids(alone, "eager", *how)
     return ids(several, way, *how) == expected and min(map(len, expected)) > 3
 
@@ -58,7 +56,7 @@ def ids_equal(world, changes, shares=None, way="captured", *how):
 def logits_close(world, quant, way):
     """Whether matrices of bytes on several ranks give the logits of one rank, in bfloat16 by the device's kernels."""
     config = dataclasses.replace(CONFIG, quant=quant, group_size=64 if quant == "int4" else None)
-    state = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu").state_dict()
+    state = load_random(config).state_dict()
     nets = [shard(config, w, torch.bfloat16, state).to(world.device) for w in (world, None)]
     for net in nets:
         quant_kernels.pack(net, world.device.type)

@@ -5,9 +5,11 @@ holds, KV head by KV head, the G query heads, the key and the value.
 """
 
 import functools
+import itertools
 import re
 
 import numpy as np
+import torch
 
 import model
 from ladder.architectures.heads import Heads
@@ -276,3 +278,13 @@ class MixtureReference(Reference):
             y = x + a + self.shared_expert(p + "feed_forward.", normed)
             x = y + self.experts(p + "feed_forward.", normed)
         return x
+
+
+def exact_attention(q, keys, values, mask):
+    """In float64, row by row, head by head and position by position."""
+    out = torch.empty_like(q, dtype=torch.float64)
+    for b, k, s in itertools.product(*map(range, q.shape[:3])):
+        seen = mask[b, s].nonzero()[:, 0]
+        scores = q[b, k, s].double() @ keys[b, k, seen].double().T / q.shape[-1] ** 0.5
+        out[b, k, s] = torch.softmax(scores, -1) @ values[b, k, seen].double()
+    return out

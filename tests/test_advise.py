@@ -6,7 +6,8 @@ import shlex
 
 import pytest
 import torch
-from helpers import BASE, ROOT, change, queued, random_model, write_model
+from configs import BASE, change, queued
+from helpers import ROOT, write_model
 
 from extras.measure import advise
 from extras.measure.advise import Machine, Times
@@ -226,8 +227,7 @@ def test_only_the_wirings_that_are_asked_for_and_what_all_reduces_cost(capsys):
 
 def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     config = change(BASE, wiring="ladder:0,2")
-    (tmp_path / "m").mkdir()
-    write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(tmp_path / "m", config, dtype=torch.bfloat16)
     flags = ["--checkpoint", tmp_path / "m", "--tp", 2, "--bandwidth-gbs", 1, "--link", "pcie"]
     found = rows(shown := advised(capsys, *flags))
     assert {name for name, cells in found.items() if cells[-1] == "no"} == {"ladder:0,2"}

@@ -10,51 +10,28 @@ import time
 
 import pytest
 import torch
-from helpers import HANGS, ROOT, main_on_ranks, run_ranks
+from decoding_runs import bench_flags, cell_texts
+from helpers import ROOT
+from running import HANGS, main_on_ranks, run_ranks
 
 import bench
-import generate
-from generate import Runner
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
-from ladder.decoding.batch import Sampler, make_cache
 from ladder.errors import InputError
 from ladder.ranks.world import World
-from model import rewired
 
 WIRINGS = ["standard", "ladder", "parallel-ladder", "spd", "upper-bound"]
 
 
-def cell_flags(tiny, *more):
-    sizes = ["--prompt-length", "5", "--new-tokens", "4", "--repeats", "2"]
-    return ["--checkpoint", str(tiny), "--device", "cpu", *sizes, *map(str, more)]
-
-
 # ---- The cells -------------------------------------------------------------------------------------------------------
-
-
-def texts_of_cells(world, words):
-    """[(wiring, batch, what the cell generates, what a model that was loaded in this wiring generates)]."""
-    torch._dynamo.reset()
-    args = bench.parse(words)
-    name, config = flags.read_config(args)
-    cells = bench.make_cells(bench.load_models(config, args.wiring, args, world), args, world)
-    answers, sample = [], Sampler(0)
-    for _ in range(2):  # in turns
-        for (wiring, batch), (runner, prompts) in cells.items():
-            model = generate.load_model(rewired(config, wiring), args.checkpoint, args.dtype, world)
-            alone = Runner(model, make_cache(model, batch, 9))
-            both = [generate.generate(one, prompts, 4, sample).rows for one in (runner, alone)]
-            answers.append((wiring, batch, *both))
-    return answers
 
 
 @pytest.mark.parametrize("how", [[], pytest.param(["--compile"], marks=pytest.mark.slow, id="compiled")])
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3))])
 def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny):
     names = WIRINGS[:3] if how else WIRINGS
-    words = cell_flags(tiny, "--batch", 1, 2, "--dtype", "float32", *how, "--wiring", *names)
-    lists = run_ranks(ranks, texts_of_cells, words, timeout=5 * HANGS)
+    words = bench_flags(tiny, "--batch", 1, 2, "--dtype", "float32", *how, "--wiring", *names)
+    lists = run_ranks(ranks, cell_texts, words, timeout=5 * HANGS)
     assert lists[0] == lists[-1] and len(lists[0]) == 2 * 2 * len(names)
     for wiring, batch, mine, alone in lists[0]:
         assert mine == alone and len(mine) == batch, (wiring, batch)
@@ -63,7 +40,7 @@ def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny)
 
 def test_wirings_share_one_set_of_weights(tiny):
     names = ["parallel", "standard", "spd/2"]
-    args, world = bench.parse(cell_flags(tiny, "--wiring", *names)), World(0, 1, torch.device("cpu"))
+    args, world = bench.parse(bench_flags(tiny, "--wiring", *names)), World(0, 1, torch.device("cpu"))
     models = bench.load_models(flags.read_config(args)[1], names, args, world)
     assert [(name, model.config.wiring) for name, model in models.items()] == [(name, name) for name in names]
     firsts = [getattr(model, "lanes", [model])[0] for model in models.values()]
@@ -73,7 +50,7 @@ def test_wirings_share_one_set_of_weights(tiny):
 
 def test_ranks_append_a_line_for_each_cell(tiny, tmp_path):
     out = tmp_path / "out.jsonl"
-    words = cell_flags(tiny, "--batch", 2, 1, "--wiring", "standard", "ladder", "--eager", "--json", out)
+    words = bench_flags(tiny, "--batch", 2, 1, "--wiring", "standard", "ladder", "--eager", "--json", out)
     (shown, said), (nothing, _) = main_on_ranks(2, bench.main, *words)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["wiring"], line["batch"]) for line in lines] == [(w, b) for w in WIRINGS[:2] for b in (2, 1)]
@@ -86,7 +63,7 @@ def test_ranks_append_a_line_for_each_cell(tiny, tmp_path):
 def test_on_one_rank_only_standard_runs(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     out = tmp_path / "out.jsonl"
-    bench.main(cell_flags(tiny, "--batch", 1, "--wiring", "ladder", "standard", "--eager", "--json", out))
+    bench.main(bench_flags(tiny, "--batch", 1, "--wiring", "ladder", "standard", "--eager", "--json", out))
     [line] = map(json.loads, out.read_text().splitlines())
     assert (line["wiring"], line["tp"], len(line["tpot_ms"])) == ("standard", 1, 2)
     assert line["mbu"] == pytest.approx(line["step_bytes"] / (sum(line["tpot_ms"]) / 2e3) / line["bandwidth"][0])

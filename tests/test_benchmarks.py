@@ -11,7 +11,9 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import RANKS, ROOT, change, main_on_ranks, script
+from configs import change
+from helpers import ROOT
+from running import RANKS, main_on_ranks, script
 
 import bench
 from benchmarks import decode, gpu, int4_libraries, step_kernels

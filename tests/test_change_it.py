@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import HANGS, ROOT
+from helpers import ROOT
+from running import HANGS
 
 PAGE = (ROOT / "docs/change-it.md").read_text()
 HEAD, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)

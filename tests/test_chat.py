@@ -4,7 +4,7 @@ import signal
 import subprocess
 
 import pytest
-from test_hostile import refused
+from file_edits import refused
 
 from ladder.errors import ProcessLost
 from ladder.text import template as chat_template

@@ -15,7 +15,8 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from helpers import HANGS, ROOT, free_port, run_ranks
+from helpers import ROOT
+from running import HANGS, free_port, run_ranks
 
 from extras.measure import link
 from ladder.errors import InputError

@@ -16,202 +16,46 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from helpers import ROOT, last_logits, shared_data, train_tokenizer
+from file_edits import change_tensors, edit_config, edit_state, take_state
+from helpers import ROOT, shared_data, train_tokenizer
+from hf_folders import (
+    FOLDED,
+    HF_FAMILIES,
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    LONG_ROPE,
+    MULTIMODAL,
+    MULTIPLIERS,
+    SMALL,
+    YARN_ROPE,
+    check_config_as_on_the_hub,
+    check_family,
+    check_parity,
+    config_from_values,
+    convert,
+    hf_model,
+    multimodal_model,
+)
 from safetensors.torch import load_file, save_file
 
-import convert_hf_checkpoint
-import generate
-import tp
-from generate import Runner
 from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture
 from ladder.checkpoints import checkpoint
-from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.sources import config_values, families, huggingface
 
-SMALL = {
-    "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.15, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0, "rms_norm_eps": 0.01,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-}  # fmt: skip
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
-    "long_factor": [1.2, 3.0, 8.0],
-}  # fmt: skip
-LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}
-MULTIPLIERS = {
-    "embedding_multiplier": 3.0, "logits_scaling": 0.25, "residual_multiplier": 0.6, "attention_multiplier": 0.2,
-}  # fmt: skip
-FAMILIES = {  # name: (transformers' config class, changes to SMALL)
-    "llama3.2-tied": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
-    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 7,
-                              "max_window_layers": 1}),
-    "qwen3": ("Qwen3Config", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7,
-                              "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-    "llama, yarn": ("LlamaConfig", {"rope_parameters": YARN, "original_max_position_embeddings": 12, "head_dim": 32,
-                                    "num_key_value_heads": 6}),
-    "mistral": ("MistralConfig", {"sliding_window": 1}),
-    "ministral": ("MinistralConfig", {"sliding_window": 7, "head_dim": 8,
-                                      "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
-    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
-    "smollm3, tied, biased, yarn": ("SmolLM3Config", {
-        "no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True, "use_sliding_window": True,
-        "sliding_window": 11, "rope_parameters": {**YARN, "attention_factor": 0.7}}),
-    "seed-oss, linear rope": ("SeedOssConfig", {"head_dim": 16, "rope_parameters": LINEAR}),
-    "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": {
-        **YARN, "original_max_position_embeddings": 6, "mscale": 1.0, "mscale_all_dim": 0.5,
-        "llama_4_scaling_beta": 0.4}}),
-    "phi3, long": ("Phi3Config", {"original_max_position_embeddings": 10, "rope_parameters": LONGROPE}),
-    "phi3, short": ("Phi3Config", {"original_max_position_embeddings": 40, "rope_parameters": LONGROPE,
-                                   "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1}),
-    "glm": ("GlmConfig", {"head_dim": 16}),
-    "glm4, yarn": ("Glm4Config", {"head_dim": 16, "rope_parameters": {**YARN, "partial_rotary_factor": 0.75}}),
-    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
-    "stablelm, parallel": ("StableLmConfig", {"use_parallel_residual": True}),
-    "gemma": ("GemmaConfig", {"head_dim": 16, "tie_word_embeddings": True}),
-    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 9,
-                                "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
-                                "tie_word_embeddings": True}),
-    "gemma3": ("Gemma3TextConfig", {
-        "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 9, "tie_word_embeddings": True,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
-            "full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}}),
-    "gemma3, wide window": ("Gemma3TextConfig", {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": {
-        "full_attention": {"rope_type": "default", "rope_theta": 9000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}}),
-    "olmo2": ("Olmo2Config", {}),
-    "olmo3": ("Olmo3Config", {"sliding_window": 7, "rope_parameters": {
-        "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-}  # fmt: skip
-FOLDED = {  # families whose tensors are not ours one by one: they go back as Llamas
-    "phi3, windowed": ("Phi3Config", {"sliding_window": 12}),
-    "granite, tied, biased": (
-        "GraniteConfig", {**MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
-    ),
-}  # fmt: skip
 
-
-def hf_model(family, seed=0):
-    """Return a tiny transformers model with random weights, norms and biases included. family: a name or its values."""
-    class_name, changes = family if isinstance(family, tuple) else {**FAMILIES, **FOLDED}[family]
-    config = getattr(transformers, class_name)(**copy.deepcopy({**SMALL, **changes}))  # else it changes them
-    torch.manual_seed(seed)
-    how = {"attn_implementation": "eager"} if class_name == "Gemma2Config" else {}  # which alone knows caps
-    net = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
-    return shaken(net)
-
-
-def shaken(net):
-    """Return the model with random norms and biases."""
-    with torch.no_grad():
-        for name, weight in net.named_parameters():
-            if weight.dim() == 1:
-                weight.uniform_(0.5, 1.5) if name.endswith("weight") else weight.normal_()
-    return net
-
-
-def convert(source, out, *args):
-    convert_hf_checkpoint.main([str(source), "--out", str(out), *map(str, args)])
-    config = checkpoint.read_config(out)
-    return tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")
-
-
-TOKENS = torch.randint(3, 131, (3, 20), generator=torch.Generator().manual_seed(5))
-LENGTHS = torch.tensor([20, 17, 12])
-
-
-def check_parity(ours, theirs):
-    """Logits within 1e-4, whole sequence, and prefill with token-by-token decode, rows of unequal lengths."""
-    with torch.no_grad():
-        expected = theirs(TOKENS).logits
-        assert expected.std() > 0.1
-        assert (ours(TOKENS) - expected).abs().max() < 1e-4
-    logits = last_logits(ours, TOKENS, LENGTHS, steps=8)
-    for row, length in enumerate(LENGTHS):
-        assert (logits[row] - expected[row, length - 9 : length]).abs().max() < 1e-4
-
-
-def check_greedy(ours, theirs):
-    """The ids that follow rows of unequal lengths, in transformers padded on the left."""
-    prompts = [row[:length].tolist() for row, length in zip(TOKENS, LENGTHS, strict=True)]
-    padded = torch.tensor([[0] * (20 - len(prompt)) + prompt for prompt in prompts])
-    theirs.generation_config.eos_token_id = None
-    mask = torch.arange(20) >= 20 - LENGTHS[:, None]
-    out = theirs.generate(padded, attention_mask=mask.long(), max_new_tokens=8, do_sample=False, pad_token_id=0)
-    runner = Runner(ours, ours.new_cache(3, 28))
-    assert generate.generate(runner, prompts, 8, Sampler(0)).rows == out[:, 20:].tolist()
-
-
-def as_on_the_hub(folder):
-    """Rewrite a config.json of transformers 5 in the form that most of the hub's have."""
-    path = folder / "config.json"
-    hf = json.loads(path.read_text())
-    rope = hf.pop("rope_parameters")
-    if "full_attention" in rope:
-        near, rope = rope["sliding_attention"], rope["full_attention"]
-        if hf["model_type"] == "gemma3_text":
-            hf["rope_local_base_freq"] = near["rope_theta"]
-    hf["rope_theta"] = rope.pop("rope_theta")
-    hf |= {key: rope.pop(key) for key in ["partial_rotary_factor"] if key in rope}
-    hf["rope_scaling"] = rope if rope["rope_type"] != "default" else None
-    hf["torch_dtype"] = hf.pop("dtype")
-    path.write_text(json.dumps(hf))
-
-
-def check_family(theirs, folder, greedy=True):
-    """Save a model of transformers as folder/hf, convert that to folder/ours, and compare; returns our model."""
-    theirs.save_pretrained(folder / "hf")
-    ours = convert(folder / "hf", folder / "ours")
-    check_parity(ours, theirs)
-    if greedy:
-        check_greedy(ours, theirs)
-    return ours
-
-
-def check_config_as_on_the_hub(folder, ours):
-    """The config.json of a Hugging Face folder means the same in the form that most of the hub's have."""
-    as_on_the_hub(folder)
-    assert huggingface.config_from_hf(folder / "config.json") == ours.config
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *FOLDED])
+@pytest.mark.parametrize("family", [*HF_FAMILIES, *FOLDED])
 def test_parity_with_transformers(family, tmp_path):
     # mistral's cache of no token at all transformers cuts wrongly
     ours = check_family(hf_model(family), tmp_path, greedy=family != "mistral")
     check_config_as_on_the_hub(tmp_path / "hf", ours)
 
 
-def nested(outer, text, more_vision=None, **changes):
-    """Return a tiny transformers model with a tower for pictures."""
-    vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14, "head_dim": 8, **(more_vision or {})}
-    config = getattr(transformers, f"{outer}Config")(
-        text_config=copy.deepcopy({**SMALL, **text}), vision_config=vision, mm_tokens_per_image=4, **changes
-    )
-    torch.manual_seed(0)
-    return shaken(transformers.AutoModelForImageTextToText.from_config(config).eval())
-
-
-NESTED = {
-    "mistral small 3.1": ("Mistral3", {"model_type": "mistral", "head_dim": 16}),
-    "ministral 3": ("Mistral3", {"model_type": "ministral3", "head_dim": 16,
-                                 "rope_parameters": FAMILIES["ministral3"][1]["rope_parameters"]}),
-    "gemma 3": ("Gemma3", {"model_type": "gemma3_text", **FAMILIES["gemma3"][1]}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", NESTED)
+@pytest.mark.parametrize("family", MULTIMODAL)
 def test_the_language_model_beside_a_tower_for_pictures(family, tmp_path, capsys):
-    outer, text = NESTED[family]
-    theirs = nested(outer, text, tie_word_embeddings=outer == "Gemma3")
+    outer, text = MULTIMODAL[family]
+    theirs = multimodal_model(outer, text, tie_word_embeddings=outer == "Gemma3")
     theirs.save_pretrained(tmp_path / "hf")
     names = [*load_file(tmp_path / "hf" / "model.safetensors")]
     ours = convert(tmp_path / "hf", tmp_path / "ours")
@@ -256,8 +100,7 @@ def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     has_head_dim = family != "stablelm" and "kv_lora_rank" not in huggingface.FAMILIES[family].keys
     values |= {"num_key_value_heads": 32, **({"head_dim": 8} if has_head_dim else {})}
     values |= {key: value for key, value in NO_DEFAULT.items() if huggingface.FAMILIES[family].keys.get(key, 0) is None}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    ours = huggingface.config_from_hf(tmp_path / "config.json")
+    ours = config_from_values(tmp_path, values)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     norm_eps = theirs.layer_norm_eps if family == "stablelm" else theirs.rms_norm_eps
@@ -311,30 +154,29 @@ def test_what_transformers_does_not_read_is_ignored_and_named(hf_folder, tmp_pat
     assert "ignored" not in capsys.readouterr().out
     others = {"qk_norm": True, "a_key_that_nobody_would_want_to_see_abbreviated": 1, "num_experts": 8, "none": None}
     rope = {"finetuned": True, "llama_4_scaling_beta": 0.3, "rope_theta": 500.0}
-    edit(hf_folder, **others, rope_parameters=rope, unk_token_id=0, eos_token_id=[2, -1], bos_token_id=-1)
+    edit_config(hf_folder, **others, rope_parameters=rope, unk_token_id=0, eos_token_id=[2, -1], bos_token_id=-1)
     assert convert(hf_folder, tmp_path / "ours").config == dataclasses.replace(plain, bos_id=None)
     names = f"{', '.join([*others][:3])}, unk_token_id, rope_parameters.finetuned, rope_parameters.llama_4_scaling_beta"
     assert f"ignored in config.json, since transformers does not read it: {names}\n" in capsys.readouterr().out
 
 
 CONTEXTS = [  # a config with a max_position_embeddings of 64, and how many tokens it takes
-    ({"rope_parameters": {**YARN, "factor": 8.0}}, 128),
-    ({"rope_parameters": YARN}, 64),
+    ({"rope_parameters": {**YARN_ROPE, "factor": 8.0}}, 128),
+    ({"rope_parameters": YARN_ROPE}, 64),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 3.0}}, 192),
     ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 160),
     ({"rope_scaling": {"type": "linear", "factor": 2.5}, "model_type": "gemma3_text"}, 64),
     ({"rope_parameters": {**LLAMA3_ROPE, "factor": 32.0}}, 64),
-    ({"rope_parameters": LONGROPE, "model_type": "phi3", "original_max_position_embeddings": 40}, 64),
+    ({"rope_parameters": LONG_ROPE, "model_type": "phi3", "original_max_position_embeddings": 40}, 64),
 ]
 
 
 def test_yarn_and_linear_factors_extend_the_context(tmp_path, hf_folder, capsys):
     for values, context in CONTEXTS:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", **SMALL, **values}))
-        config = huggingface.config_from_hf(tmp_path / "config.json")
+        config = config_from_values(tmp_path, {"model_type": "mistral", **SMALL, **values})
         assert config.max_seq_len == context, values
-    for rope, said in (LLAMA3_ROPE, False), (LINEAR, True):
-        edit(hf_folder, rope_parameters=rope)
+    for rope, said in (LLAMA3_ROPE, False), (LINEAR_ROPE, True):
+        edit_config(hf_folder, rope_parameters=rope)
         convert(hf_folder, tmp_path / f"ours {said}")
         line = "the context is 160 tokens: scaling extends config.json's 64\n"
         assert (line in capsys.readouterr().out) == said
@@ -352,7 +194,10 @@ TWO_PLACES = [  # what a config.json says of rope, and rope_theta with the kind 
         {"rope_parameters": THETA, "rope_theta": 2e5},
         "rope_theta is 200000.0, but 1000000.0 in rope_parameters",
     ),
-    ({"rope_parameters": LINEAR, "rope_scaling": LONG_YARN}, "rope_parameters and rope_scaling have another 'factor'"),
+    (
+        {"rope_parameters": LINEAR_ROPE, "rope_scaling": LONG_YARN},
+        "rope_parameters and rope_scaling have another 'factor'",
+    ),
     (
         {"rope_parameters": THETA, "rope_scaling": {"rope_theta": 1.0e4}},
         "rope_parameters and rope_scaling have another",
@@ -370,14 +215,12 @@ TWO_PLACES = [  # what a config.json says of rope, and rope_theta with the kind 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_rope_may_be_said_in_two_places_that_agree(model_type, tmp_path):
     for values, right in TWO_PLACES:
-        (tmp_path / "config.json").write_text(
-            json.dumps({"model_type": model_type, **SMALL, "rope_parameters": None, **values})
-        )
+        values = {"model_type": model_type, **SMALL, "rope_parameters": None, **values}
         if isinstance(right, str):
             with pytest.raises(InputError, match=rf"^[^\n]*config.json: [^\n]*{right}[^\n]*$"):
-                huggingface.config_from_hf(tmp_path / "config.json")
+                config_from_values(tmp_path, values)
             continue
-        config = huggingface.config_from_hf(tmp_path / "config.json")
+        config = config_from_values(tmp_path, values)
         assert config.rope_theta == right[0] and (not right[1] or right[1] in config.rope_scaling), values
 
 
@@ -395,28 +238,19 @@ WINDOWS = [  # a config of three layers and a context of 64, and the layers with
 
 def test_sliding_windows_are_where_transformers_has_them(tmp_path):
     for values, layers in WINDOWS:
-        (tmp_path / "config.json").write_text(json.dumps(SMALL | {"sliding_window": 40} | values))
-        config = huggingface.config_from_hf(tmp_path / "config.json")
+        config = config_from_values(tmp_path, SMALL | {"sliding_window": 40} | values)
         heads = config.find(Heads) or Heads()
         assert (config.max_seq_len, heads.window_layers, heads.sliding_window) == (64, layers, 40 if layers else None)
 
 
 def test_a_generation_config_has_more_ends(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    assert huggingface.config_from_hf(tmp_path / "config.json").eos_ids == (2, 7)
-
-
-def take_state(folder):
-    state = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    return state
+    assert config_from_values(tmp_path, {**SMALL, "model_type": "llama"}).eos_ids == (2, 7)
 
 
 def only_the_head(folder):
     """As some folders of tied models are."""
-    state = take_state(folder)
-    save_file({n.replace("model.embed_tokens", "lm_head"): w for n, w in state.items()}, folder / "model.safetensors")
+    edit_state(folder, lambda state: state.update({"lm_head.weight": state.pop("model.embed_tokens.weight")}))
 
 
 def test_a_folder_with_only_the_head_becomes_several_files(tmp_path):
@@ -431,7 +265,7 @@ def test_a_folder_with_only_the_head_becomes_several_files(tmp_path):
 @pytest.mark.parametrize("family", ["gemma", "granite, tied, biased"])
 def test_a_tied_model_with_a_head_of_its_own_is_not_tied(family, tmp_path, capsys):
     hf_model(family).save_pretrained(tmp_path / "hf")
-    change_tensors(tmp_path / "hf", **{"lm_head/weight": torch.randn(131, 48) / 4})
+    change_tensors(tmp_path / "hf", {"lm_head.weight": torch.randn(131, 48) / 4})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
     assert "lm_head.weight is a tensor of its own: it is used, as in transformers\n" in capsys.readouterr().out
@@ -447,7 +281,7 @@ def test_what_wraps_a_module_is_no_part_of_a_tensors_name(wrap, hf_folder, tmp_p
 
 def test_the_wiring_is_the_configs_or_the_flags(hf_folder, tmp_path):
     for layers, wiring in (2, "ladder:2"), ([1], "ladder:1,"), ([0, 1, 2], "ladder"), (0, "standard"):
-        edit(hf_folder, model_type="llamaLadder", ladder_layers=layers)
+        edit_config(hf_folder, model_type="llamaLadder", ladder_layers=layers)
         assert convert(hf_folder, tmp_path / wiring).config.wiring == wiring
     assert convert(hf_folder, tmp_path / "ours", "--wiring", "spd:1/2").config.wiring == "spd:1/2"
     names = dict(convert(hf_folder, tmp_path / "parallel", "--wiring", "parallel").named_parameters())
@@ -482,17 +316,6 @@ def hf_folder(tmp_path):
     return tmp_path / "hf"
 
 
-def edit(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def change_tensors(folder, **changes):
-    """Add zeros, or with None drop a tensor; its name with / for the dots."""
-    state = take_state(folder) | {name.replace("/", "."): value for name, value in changes.items()}
-    save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
-
-
 BAD_CONFIGS = [
     ({"model_type": "deepseek_v4"}, "model_type 'deepseek_v4' is not supported"),
     ({"is_causal": False}, "is_causal False is not supported, only True is"),
@@ -500,10 +323,16 @@ BAD_CONFIGS = [
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
     ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.5]}}, "rope type 'longrope' needs short_factor"),
     ({"rms_norm_eps": None}, "rms_norm_eps is null but must be a number above 0"),
-    ({"model_type": "phi3", "rope_parameters": {**LONGROPE, "long_factor": [1.5]}}, "long_factor has 1 numbers, not 3"),
+    (
+        {"model_type": "phi3", "rope_parameters": {**LONG_ROPE, "long_factor": [1.5]}},
+        "long_factor has 1 numbers, not 3",
+    ),
     ({"quantization": {"bits": 4}}, "quantization is not supported; such quantized weights are not read"),
-    ({"rope_parameters": {**YARN, "attn_factor": 0.9}}, "attn_factor is not .*: write attention_factor, attn_fact"),
-    ({"rope_parameters": {**YARN, "truncate": 1}}, "rope_parameters.truncate is 1 but must be true or false"),
+    (
+        {"rope_parameters": {**YARN_ROPE, "attn_factor": 0.9}},
+        "attn_factor is not .*: write attention_factor, attn_fact",
+    ),
+    ({"rope_parameters": {**YARN_ROPE, "truncate": 1}}, "rope_parameters.truncate is 1 but must be true or false"),
     ({"dual_chunk_attention_config": {"chunk_size": 9}}, "without it the model computes full attention"),
     ({"model_type": "mistral3"}, "model_type is mistral3, but text_config is null"),
     (
@@ -543,9 +372,8 @@ BAD_CONFIGS = [
 
 def test_configs_that_are_not_supported_are_one_clear_line(tmp_path):
     for changes, message in BAD_CONFIGS:
-        (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama", **changes}))
         with pytest.raises(InputError, match=rf"^[^\n]*config.json: [^\n]*{message}[^\n]*$"):
-            huggingface.config_from_hf(tmp_path / "config.json")
+            config_from_values(tmp_path, {**SMALL, "model_type": "llama", **changes})
 
 
 def places(values):
@@ -558,7 +386,7 @@ def places(values):
 @pytest.mark.parametrize("family", ["llama3.2-tied", "gemma3", "phi3, long", "ministral3", "smollm3", "olmo3"])
 def test_a_wrong_value_is_told_by_its_own_key(family, tmp_path):
     """And neither by a field of our Config nor by an error of Python's."""
-    class_name, changes = FAMILIES[family]
+    class_name, changes = HF_FAMILIES[family]
     config = getattr(transformers, class_name)(**copy.deepcopy({**SMALL, **changes})).to_dict()
     good, path = json.loads(json.dumps(config)), tmp_path / "config.json"
     ours = {field.name for field in dataclasses.fields(checkpoint.Config)} - config_values.KIND_OF.keys()
@@ -574,7 +402,7 @@ def test_a_wrong_value_is_told_by_its_own_key(family, tmp_path):
         part[key] = value
 
 
-UP, BIAS = "model/layers/1/mlp/up_proj/weight", "model/layers/0/self_attn/q_proj/bias"
+UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
 
 
 def lose_a_shard(folder):
@@ -594,25 +422,25 @@ def only(name):
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
-FP8 = {"model/layers/0/self_attn/v_proj/weight": torch.zeros(16, 48).to(torch.float8_e4m3fn)}
+FP8 = {"model.layers.0.self_attn.v_proj.weight": torch.zeros(16, 48).to(torch.float8_e4m3fn)}
 BAD = {
     "an adapter": (only("adapter_config.json"), "adapter_config.json is an adapter's: merge it: peft"),
     "GGUF": (only("a.gguf"), "hf cannot be converted: give the file itself: .*hf/a.gguf"),
     "Meta's own": (only("params.json"), "params.json is in Meta's or Mistral's own format: take"),
     "a pickle": (only("consolidated.00.pth"), "consolidated.00.pth is a pickle: take"),
     "an old one": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "a pickle: transformers makes"),
-    "PEFT's": (lambda f: change_tensors(f, **{"x/base_layer/weight": torch.ones(1)}), "x.base_layer.weight is of a P"),
-    "FP8": (lambda f: change_tensors(f, **FP8), "holds float8_e4m3fn: such quantized weights are not read"),
-    "a wrapped twin": (lambda f: change_tensors(f, **{"module/lm_head/weight": torch.ones(1)}), "a second lm_h"),
+    "PEFT's": (lambda f: change_tensors(f, {"x.base_layer.weight": torch.ones(1)}), "x.base_layer.weight is of a P"),
+    "FP8": (lambda f: change_tensors(f, FP8), "holds float8_e4m3fn: such quantized weights are not read"),
+    "a wrapped twin": (lambda f: change_tensors(f, {"module.lm_head.weight": torch.ones(1)}), "a second lm_h"),
     "a pointer": (lambda f: (f / "model.safetensors").write_text(POINTER), "is a Git LFS pointer: git lfs pull"),
     "a tokenizer's": (lambda f: (f / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS pointer"),
-    "our own config": (lambda f: edit(f, model_type=None, n_layers=3), "is a checkpoint of this project already"),
+    "our own config": (lambda f: edit_config(f, model_type=None, n_layers=3), "is a checkpoint of this project alread"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
     "no weights": (take_state, "has no model.safetensors"),
     "a lost shard": (lose_a_shard, "model-00001-of-00001.safetensors is missing, truncated"),
-    "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),
-    "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.ones(48)}), "q_proj.bias that is no part"),
-    "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),
+    "a missing tensor": (lambda f: change_tensors(f, {UP: None}), "no tensor model.layers.1.mlp"),
+    "an extra tensor": (lambda f: change_tensors(f, {BIAS: torch.ones(48)}), "q_proj.bias that is no part"),
+    "a wrong shape": (lambda f: edit_config(f, intermediate_size=99), r"does not make the \(99, 48\)"),
 }  # fmt: skip
 
 

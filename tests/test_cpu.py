@@ -13,10 +13,11 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BASE, ROOT, change, counted_kernels, last_logits, random_model, unequal_rows
-from reference import Reference
+from configs import BASE, change
+from helpers import ROOT, counted_kernels, last_logits, randn_bf16, random_model, unequal_rows
+from quantized_models import INT8, QUANTIZED, check_quantized_model, random_integers
+from reference import Reference, exact_attention
 from safetensors.torch import save_file
-from test_quantize import CASES, INT8, check_model, integers
 
 import generate
 import model
@@ -30,16 +31,12 @@ from model import Linear, rotate_into_cache
 WORLD = World(0, 1, torch.device("cpu"))
 
 
-def numbers(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).bfloat16()
-
-
 def test_few_rows_are_exact_up_to_the_last_rounding(threads):
     """bfloat16 has 8 bits: half a unit in the last place is at most 2^-8 of the result; float32 sums add far less."""
     skinny_gemm.build()
     shapes = (1, 1), (33, 2731), (301, 2048), (2100, 40)
     for (N, K), M in itertools.product(shapes, (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24)):
-        x, weight = numbers(M, K), numbers(N, K)
+        x, weight = randn_bf16(M, K), randn_bf16(N, K)
         y = torch.ops.ladder.skinny_gemm(x, weight)
         exact = x.double() @ weight.double().T
         size = x.double().abs() @ weight.double().abs().T
@@ -50,13 +47,13 @@ def test_few_rows_are_exact_up_to_the_last_rounding(threads):
 @pytest.mark.parametrize("N, M, L, K", [(1, 1, 1, 1), (3, 2, 40, 33), (2, 9, 513, 96)])
 def test_each_head_has_its_own_matrix(N, M, L, K, threads):
     skinny_gemm.build()
-    x, weight = numbers(M, N, K).transpose(0, 1), numbers(N, L, K)
+    x, weight = randn_bf16(M, N, K).transpose(0, 1), randn_bf16(N, L, K)
     exact = x.double() @ weight.double().mT
     y = torch.ops.ladder.skinny_gemm_heads(x, weight)
     size = x.double().abs() @ weight.double().abs().mT
     assert y.shape == (N, M, L) and ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all()
     torch.library.opcheck(torch.ops.ladder.skinny_gemm_heads.default, (x, weight))
-    other = numbers(N, K, L)
+    other = randn_bf16(N, K, L)
     exact, size = x.double() @ other.double(), x.double().abs() @ other.double().abs()
     y = torch.ops.ladder.skinny_gemm_heads_mT(x, other)
     assert y.shape == (N, M, L) and ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all()
@@ -76,10 +73,10 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
     """Against float64: bfloat16's last rounding, float32 sums, and x as 16 bits of its block's largest."""
     skinny_gemm.build()
     for N, K, size in SHAPES:
-        weight, scales, zeros = integers(N, K, size)
+        weight, scales, zeros = random_integers(N, K, size)
         w = in_float64(weight, scales, zeros)
         for M in (1, 2, 3, 4, 5, 8, 17):
-            x = numbers(M, K)
+            x = randn_bf16(M, K)
             x[0, 0] = 100
             if M > 1:
                 x[1] = 0
@@ -95,7 +92,7 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
             fixed = sum(b.amax(1, keepdim=True) @ v.sum(1, keepdim=True).T for b, v in blocks) * 2**-16
             bound = 2**-8 * exact.abs() + 1e-6 * (size_of + x.double().abs() @ q.T) + 1.01 * fixed
             assert y.shape == (M, N) and ((y.double() - exact).abs() <= bound).all(), (N, K, size, M)
-    packed, x = skinny_gemm.pack(*integers(12, 64, 32)), torch.ones(3, 64).bfloat16()
+    packed, x = skinny_gemm.pack(*random_integers(12, 64, 32)), torch.ones(3, 64).bfloat16()
     x[1, 5] = torch.nan
     y = torch.ops.ladder.skinny_gemm_int(x, packed, 12, 64, 4)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
@@ -105,11 +102,15 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
 def test_feed_forward_is_its_three_products(N, K, size, threads):
     """In float64, gates from -90 to 90; each product is rounded to bfloat16."""
     skinny_gemm.build()
-    matrices = [integers(N, K, size, seed=1), integers(N, K, size, seed=2), integers(K, N, size and 8, seed=3)]
+    matrices = [
+        random_integers(N, K, size, seed=1),
+        random_integers(N, K, size, seed=2),
+        random_integers(K, N, size and 8, seed=3),
+    ]
     w1, w3, w2 = (in_float64(*matrix) for matrix in matrices)
     packed, bits = [skinny_gemm.pack(*matrix) for matrix in matrices], 8 if size is None else 4
     for M in (1, 3, 8, 17):
-        x = numbers(M, K).double()
+        x = randn_bf16(M, K).double()
         x = (x * 90 / (x @ w1.T).abs().amax(1, keepdim=True)).bfloat16()
         x[1:2] = 0
         y = torch.ops.ladder.feed_forward(x, *packed, N, K, [bits] * 3)
@@ -123,7 +124,7 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
 def test_packed_weights_are_the_weights_for_many_rows(N, K, size, threads, monkeypatch):
     skinny_gemm.build()
     monkeypatch.setattr(skinny_gemm, "PANELS_AT_ONCE", 2)
-    weight, scales, zeros = integers(N, K, size)
+    weight, scales, zeros = random_integers(N, K, size)
     exact = quant_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
     packed, one = skinny_gemm.pack(weight, scales, zeros), torch.eye(K).bfloat16()
     with torch.inference_mode():  # which the other threads do not inherit
@@ -229,16 +230,6 @@ def test_what_would_be_read_beyond_a_tensor_is_refused():
             getattr(torch.ops.ladder, name)(*arguments)
 
 
-def attention(q, keys, values, mask):
-    """In float64, row by row, head by head and position by position."""
-    out = torch.empty_like(q, dtype=torch.float64)
-    for b, k, s in itertools.product(*map(range, q.shape[:3])):
-        seen = mask[b, s].nonzero()[:, 0]
-        scores = q[b, k, s].double() @ keys[b, k, seen].double().T / q.shape[-1] ** 0.5
-        out[b, k, s] = torch.softmax(scores, -1) @ values[b, k, seen].double()
-    return out
-
-
 @pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (7, 64)])
 def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
     """T positions of a cache, the last S of them new; what lies outside of a row's window is not a number."""
@@ -246,15 +237,15 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
     cases = (1, 1, [0]), (70, 1, [69, 0, 33, 2]), (40, 3, [3, 4, 15, 16]), (30, 5, [29, 4])
     for (T, S, last), window, scale in itertools.product(cases, (100, 7, 1), (3, 300)):
         B, positions = len(last), torch.tensor(last)[:, None] + torch.arange(1 - S, 1)
-        q = scale * numbers(B, G, S, 2, H).permute(0, 3, 2, 1, 4)
-        keys, values = numbers(B, 2, T, H), numbers(T, B, 2, H).permute(1, 2, 0, 3).contiguous()
+        q = scale * randn_bf16(B, G, S, 2, H).permute(0, 3, 2, 1, 4)
+        keys, values = randn_bf16(B, 2, T, H), randn_bf16(T, B, 2, H).permute(1, 2, 0, 3).contiguous()
         for row, position in enumerate(last):
             for outside in slice(position + 1, None), slice(max(position + 2 - S - window, 0)):
                 keys[row, :, outside] = values[row, :, outside] = torch.nan
         slots = torch.arange(T)
         mask = (slots <= positions[..., None]) & (slots > positions[..., None] - window)
         y = torch.ops.ladder.decode_attention(q, keys, values, mask, H**-0.5)
-        exact = attention(q, keys, values, mask)
+        exact = exact_attention(q, keys, values, mask)
         assert y.shape == q.shape and y.dtype == torch.bfloat16
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * max(1, scale / 10)).all()
 
@@ -263,19 +254,19 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
 def test_attention_by_any_mask(G, threads):
     """Keys with gaps between them, none at all, and, without a mask, all up to a token's own."""
     skinny_gemm.build()
-    q, (keys, values) = numbers(3, 2, 4, G, 64), numbers(2, 3, 2, 21, 64)
+    q, (keys, values) = randn_bf16(3, 2, 4, G, 64), randn_bf16(2, 3, 2, 21, 64)
     mask = torch.rand(3, 4, 17, generator=torch.Generator().manual_seed(0)) < 0.4
     mask[0, 1], mask[2, 3] = False, True
     for some, visible in (mask, mask), (None, torch.ones(3, 4, 21, dtype=torch.bool).tril()):
         y = torch.ops.ladder.decode_attention(q, keys, values, some, 0.125)
-        exact = attention(q, keys, values, visible)
+        exact = exact_attention(q, keys, values, visible)
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2, 576), (5, 33)])
 def test_a_norm_is_exact_up_to_the_last_rounding(shape, threads):
     skinny_gemm.build()
-    x, weight = numbers(*shape), numbers(shape[-1])
+    x, weight = randn_bf16(*shape), randn_bf16(shape[-1])
     x.view(-1, shape[-1])[-1] *= 100
     y = torch.ops.ladder.rms_norm(x.transpose(0, -2), weight, 1e-5).transpose(0, -2)
     exact = F.rms_norm(x.double(), weight.shape, weight.double(), 1e-5)
@@ -286,12 +277,12 @@ def test_a_norm_is_exact_up_to_the_last_rounding(shape, threads):
 def test_rotation_writes_the_cache_as_models_does(B, K, G, S, H, R):
     """Rows at unequal positions; bit by bit but where a sum is rounded twice."""
     skinny_gemm.build()
-    qkv = numbers(B, S, K, G + 2, H).permute(0, 2, 3, 1, 4)  # views into wqkv's output
+    qkv = randn_bf16(B, S, K, G + 2, H).permute(0, 2, 3, 1, 4)  # views into wqkv's output
     q, k, v = qkv.tensor_split((-2, -1), dim=2)
     positions = torch.tensor([[3 * b + s for s in range(S)] for b in range(B)])
     angles = (positions[..., None] * torch.linspace(0.1, 2, R))[:, None, None]
     rope, rows = (angles.cos(), angles.sin()), torch.arange(B)[:, None]
-    caches = [[numbers(B, K, 12, H), numbers(B, K, 12, H)] for _ in range(2)]
+    caches = [[randn_bf16(B, K, 12, H), randn_bf16(B, K, 12, H)] for _ in range(2)]
     metadata = types.SimpleNamespace(rows=rows, positions=positions, mask=positions)
     expected, *plain = rotate_into_cache(q, k, v, rope, metadata, caches[0])
     turned, *cached = stand_ins.rotate_into_cache(q, k, v, rope, metadata, caches[1])
@@ -321,11 +312,14 @@ def test_a_layers_attention_in_one_call_is_the_same_bit_by_bit(quant, most, spec
         name = "ladder.architectures.heads.HeadAttention.forward"
     net = generate.load_model(config, None, "bfloat16", WORLD)
     for i, vector in enumerate(p for p in net.parameters() if p.dim() == 1):  # biases and norms
-        vector.data = numbers(i + 1, len(vector))[-1]
+        vector.data = randn_bf16(i + 1, len(vector))[-1]
     first = torch.tensor([[9], [0]])
     for S, block in itertools.product((3, most // 2 + 1), net.layers):
         metadata = attention_metadata(net, first + torch.arange(S), torch.arange(20))
-        x, keys, values = numbers(2, S, 128), *numbers(2, 2, 2, 20, 64)[:, None].repeat(1, 2, 1, 1, 1, 1)
+        x, keys, values = (
+            randn_bf16(2, S, 128),
+            *randn_bf16(2, 2, 2, 20, 64)[:, None].repeat(1, 2, 1, 1, 1, 1),
+        )
         with counted_kernels() as counts:
             one_call = block.attention(x, metadata, (keys[0], values[0]))
         assert counts[name] == (S == 3)
@@ -363,12 +357,12 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
 COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied", "int8", "biased", "kept", "several")]
 
 
-@pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
+@pytest.mark.parametrize("name, compile", [*((name, False) for name in QUANTIZED), *COMPILED])
 def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
     monkeypatch.setattr(skinny_gemm, "SKINNY_INT_ROWS", 8)  # more in prefill, fewer in decode
     n_layers = 1 if compile and name != "several" else 3  # which lists matrices of all three
-    config = change(CASES[name], n_layers=n_layers)
-    net, counts = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
+    config = change(QUANTIZED[name], n_layers=n_layers)
+    net, counts = check_quantized_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
     layouts = {m.layout.multiply for m in net.modules() if type(m) is quant_linear.QuantLinear}
     kept = [m for m in net.modules() if type(m) is Linear]
     assert layouts == {skinny_gemm.multiply} and bool(kept) == bool(config.not_quantized)
@@ -541,7 +535,7 @@ def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, ca
 @pytest.mark.parametrize("dim", [0, 1])
 def test_filling_joins_ranges_in_parts(dim, ranges, tmp_path):
     """The tensor is larger than what is copied at a time."""
-    values = numbers(3000, 3000)
+    values = randn_bf16(3000, 3000)
     save_file({"w": values}, tmp_path / "model.safetensors")
     expected = torch.cat([values.narrow(dim, a, b - a) for a, b in ranges or [(0, 3000)]], dim)
     target = torch.full(expected.shape, torch.nan)

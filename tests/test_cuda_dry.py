@@ -5,7 +5,8 @@ import types
 
 import pytest
 import torch
-from helpers import BASE, change, check_split_attention, random_model
+from configs import BASE, change
+from helpers import check_split_attention, random_model
 
 import generate as generate_module
 from generate import Runner, generate

@@ -7,8 +7,9 @@ import types
 
 import pytest
 import torch
-from helpers import BASE, BY_HAND, last_logits, random_model, unequal_rows, wired_id
-from test_wiring import eager_order, squeeze
+from collective_order import eager_order, squeeze
+from configs import BASE, BY_HAND, wired_id
+from helpers import last_logits, random_model, unequal_rows
 
 from extras.measure import link
 from tp import TensorParallel

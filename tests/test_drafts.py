@@ -10,9 +10,12 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import BASE, LONGROPE, naive, p_value, random_model, run_ranks, shard, train_tokenizer, write_model
+from configs import BASE, LONGROPE
+from decoding_runs import generate_json, make_runner, run_generate
+from file_edits import edit_config
+from helpers import greedy_tokens, naive, p_value, random_model, shard, train_tokenizer, write_model
+from running import run_ranks
 from safetensors.torch import save_file
-from test_generate import edit_config, greedy_tokens, run, run_json
 
 import generate
 from complete import complete, load
@@ -59,14 +62,6 @@ def padded(net, rows):
     copied = random_model(config)
     copied.load_state_dict(state)
     return copied
-
-
-def make_runner(net, draft, count, rows, length, compile=False):
-    """A Runner with a cache of just that length, and its draft. draft: "ngram", a model, or None."""
-    runner = Runner(net, make_cache(net, rows, length), compile)
-    if draft:
-        runner.draft = of_model(draft, count, runner, getattr(draft, "config", net.config).vocab_size)
-    return runner
 
 
 def generated(net, draft=None, count=0, prompts=PROMPTS, new=14, sample=GREEDY, eos_ids=()):
@@ -297,19 +292,19 @@ def near(tiny, tmp_path_factory):
 
 def test_a_vocabulary_is_known_by_its_tokens_and_not_by_its_padding(tiny, near, tmp_path, capsys):
     flags = ["--checkpoint", tiny, "--temperature", "0", "--max-new-tokens", "8", "--prompt", "Once"]
-    plain = run(*flags)[0]
+    plain = run_generate(*flags)[0]
     net, tokenizer = load(tiny)
     for rows in 302, 312:
         draft = padded(load(near)[0], rows)
         folder = shutil.copytree(tiny, tmp_path / str(rows))
-        write_model(folder, draft.config, draft.state_dict(), torch.float32)
-        assert run(*flags, "--draft", folder)[0] == plain
+        write_model(folder, draft.config, draft.state_dict())
+        assert run_generate(*flags, "--draft", folder)[0] == plain
         [text] = complete(net, tokenizer, ["Once"], 8, temperature=0, draft=load(folder)[0])
         assert plain.endswith(f"{text}\n")
     train_tokenizer(["Another text. It has other words, but as many tokens as the model."] * 30, 300, folder / "new")
     (folder / "new").replace(folder / "tokenizer.model")
     with pytest.raises(InputError, match=f"--draft {folder} has another vocabulary: token [0-9]+ is '"):
-        run(*flags, "--draft", folder)
+        run_generate(*flags, "--draft", folder)
 
 
 DRAFTS = [("ngram@3", 2), ("near@3", 1)]
@@ -317,10 +312,10 @@ DRAFTS = [("ngram@3", 2), ("near@3", 1)]
 
 def test_the_flag_leaves_the_text_as_it_is(tiny, near, tmp_path):
     flags = ["--temperature", "0", "--max-new-tokens", "12", "--prompt", "a", "--prompt", "Once", "--prompt", "The"]
-    plain = run_json(tiny, *flags, out=tmp_path / "plain")[0]
+    plain = generate_json(tiny, *flags, out=tmp_path / "plain")[0]
     for draft, ranks in DRAFTS:
         named = near.parent / draft if draft.startswith("near") else draft
-        result, _, stderr = run_json(tiny, *flags, "--draft", named, out=tmp_path / draft, ranks=ranks)
+        result, _, stderr = generate_json(tiny, *flags, "--draft", named, out=tmp_path / draft, ranks=ranks)
         assert result["tokens"] == plain["tokens"] and result["texts"] == plain["texts"]
         assert f"{result['draft']}@{result['speculate']}" == draft
         mean = sum(n * times for n, times in enumerate(result["accepted"])) / (sum(result["accepted"]) or 1)
@@ -365,7 +360,7 @@ def test_a_chat_computes_only_what_is_new(drafts, template, tiny, near, tmp_path
     monkeypatch.setattr(terminal, "Generation", Spy)
     monkeypatch.setattr(Runner, "prefill", count)
     flags = ["--checkpoint", tmp_path / "chat", "--chat", "--temperature", "0", "--max-new-tokens", "9"]
-    printed, _ = run(*flags, *["--draft", near] * drafts, stdin="\n".join(LINES) + "\n")
+    printed, _ = run_generate(*flags, *["--draft", near] * drafts, stdin="\n".join(LINES) + "\n")
     net, tokenizer = load(tmp_path / "chat")
     each, cached, texts = 1 + drafts, [], []
     assert len(turns) == len(LINES) and len(computed) == each * len(turns)

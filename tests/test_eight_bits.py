@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, OLMO, RANKS, change, last_logits, run_ranks, shard, unequal_rows
+from configs import BASE, OLMO, change
+from helpers import last_logits, shard, unequal_rows
+from running import RANKS, run_ranks
 
 import tp
 from extras.measure import link

@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from helpers import BASE, ROOT, main_on_ranks, random_model, run_ranks, shard, train_tokenizer, unequal_rows
+from configs import BASE
+from helpers import ROOT, random_model, shard, train_tokenizer, unequal_rows
 from reference import Reference
+from running import main_on_ranks, run_ranks
 
 import eval as evaluate
 from complete import load

@@ -9,13 +9,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers import BASE, change, random_model, rank_logits, run_ranks, shard, unequal_rows, write_model
+from collective_order import eager_order, generated_code, order_in_code, squeeze
+from configs import BASE, change
+from decoding_runs import bench_flags, cell_texts
+from file_edits import change_tensors, edit_config
+from gpu import OnAGpu
+from helpers import random_model, rank_logits, shard, unequal_rows, write_model
+from hf_folders import TOKENS, check_family, check_parity, convert, hf_model
+from parity import check_against_the_reference
+from quantized_models import check_quantized_twin
 from reference import MixtureReference
+from running import run_ranks
 from safetensors.torch import load_file, save_file
-from test_bench import cell_flags, texts_of_cells
-from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
-from test_generate import edit_config
-from test_wiring import calls, check_against_the_reference, generated_code, squeeze
 
 import model
 import quantize
@@ -29,7 +34,7 @@ from ladder.checkpoints import checkpoint
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.decoding.batch import pad
 from ladder.errors import InputError
-from ladder.kernels import quant_linear, registry
+from ladder.kernels import registry
 from ladder.kernels.cpu import skinny_gemm
 from ladder.memory import step_bytes
 from ladder.ranks.collectives import collective
@@ -84,31 +89,14 @@ def test_farskip_is_a_ladder_without_shared_experts_and_dense_layers():
         rewired(BASE, "farskip")
 
 
-class Recorder(model.SingleDevice):
-    """Writes down starts and waits."""
-
-    def __init__(self):
-        self.events = []
-
-    def start(self, partial):
-        self.events.append(f"start{partial}")
-        return partial
-
-    def settle(self, x, pending, newer=()):
-        self.events.append(f"wait{pending}")
-        return x
-
-
 def test_farskip_waits_for_a_dense_layer_alone(fake_world):
     """Between mixtures a sum is still on its way while the next sublayer computes and starts its own."""
     config = change(SHARED, n_layers=4, wiring="farskip", mixture={"dense_layers": (1,)})
-    comm, sublayers = Recorder(), [(lambda x, i=i: (i, None), 1) for i in range(1, 9)]
-    model.interleave([config.named_wiring.loop(0.0, sublayers, comm, config)])
-    order = "start1 start2 wait1 start3 wait2 start4 wait3 wait4 start5 start6 wait5 start7 wait6 start8 wait7 wait8"
-    assert " ".join(comm.events) == order
-    # the compiler's code computes before each start
-    compiled = calls(generated_code(config, fake_world(0, 2), 2, 1, torch.float32))
-    assert squeeze(compiled) == order.replace("start", "c start") + " c"  # and the output head
+    order = "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"
+    order += " c start5 c start6 wait5 c start7 wait6 c start8 wait7 wait8"
+    assert eager_order(config, output=(0.0, None)) == order
+    compiled = order_in_code(generated_code(config, fake_world(0, 2), 2, 1, torch.float32))
+    assert squeeze(compiled) == f"{order} c"  # and the output head
 
 
 SLOW = pytest.mark.slow
@@ -161,9 +149,9 @@ def test_equal_scores_and_an_expert_that_nobody_chose():
 
 def test_farskip_has_other_shards_than_a_ladder(tmp_path):
     config = change(BASE, mixture={"n_experts": 3, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 32})
-    write_model(tmp_path, config, random_model(config).state_dict(), torch.float32)
-    words = cell_flags(tmp_path, "--batch", 2, "--dtype", "float32", "--eager", "--wiring", "ladder", "farskip")
-    for wiring, _, mine, alone in run_ranks(2, texts_of_cells, words)[0]:
+    write_model(tmp_path, config)
+    words = bench_flags(tmp_path, "--batch", 2, "--dtype", "float32", "--eager", "--wiring", "ladder", "farskip")
+    for wiring, _, mine, alone in run_ranks(2, cell_texts, words)[0]:
         assert mine == alone, wiring
 
 
@@ -194,29 +182,9 @@ def test_a_limit_counts_the_experts_that_its_tokens_choose():
 def test_integers_are_their_dequantized_twin(mode, ranks, wiring, tmp_path):
     config = change(SHARED, dim=64, mixture={"expert_size": 96, "shared_expert_size": 64})  # no MLP of 100 neurons
     config = change(config, wiring=wiring, head_dim=16, n_heads=12, n_kv_heads=4)
-    names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
+    names = check_quantized_twin(config, random_model(config).state_dict(), mode, ranks, tmp_path)
     assert {"layers.0.feed_forward.experts.w2.scales", "layers.0.feed_forward.router.weight"} <= names
     assert "layers.0.feed_forward.router.scales" not in names
-
-
-def check_integers(config, exact, mode, ranks, tmp_path):
-    """Quantize the tensors `exact`; the logits of ranks are those of the integers as floats. Returns their names."""
-    (tmp_path / "float").mkdir()
-    write_model(tmp_path / "float", config, exact, torch.float32)
-    options = ["--group-size", "32"] if mode == "int4" else []
-    quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
-    own = checkpoint.read_config(tmp_path / mode)
-    state = load_file(tmp_path / mode / "model.safetensors")
-    twin = {}
-    for name in exact:
-        path = name.removesuffix(".weight")
-        parts = [state.get(n) for n in (name, f"{path}.scales", f"{path}.zeros")]
-        twin[name] = parts[0] if parts[1] is None else quant_linear.dequantize(*(p if p is None else p.float() if
-                     p.is_floating_point() else p for p in parts))  # fmt: skip
-    expected = rank_logits(None, config, twin)
-    for logits in run_ranks(ranks, rank_logits, own, state):
-        assert (logits - expected).abs().max() < 2e-3
-    return state.keys()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -290,10 +258,6 @@ def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
         assert (result - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-class OnAGpu(torch.Tensor):
-    is_cuda = True
-
-
 @pytest.mark.parametrize("kind, tokens, compiles, way", [
     (OnAGpu, 1, True, "gathered"), (OnAGpu, 2, True, "every"), (OnAGpu, 128, True, "every"), (OnAGpu, 129, True, None),
     (OnAGpu, 2, False, None), (torch.Tensor, 2, True, None),
@@ -326,7 +290,6 @@ WIDE = change(
 @SLOW
 def test_compiled_decode_is_the_eager_one(mode, tmp_path):
     folder = tmp_path / "bfloat16"
-    folder.mkdir()
     state = random_model(WIDE).state_dict()  # a router that is sure: rounding must not choose other experts
     state = {name: 8 * weight if name.endswith("router.weight") else weight for name, weight in state.items()}
     write_model(folder, WIDE, state, torch.bfloat16)
@@ -395,9 +358,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parity_with_transformers(family, tmp_path):
-    theirs = hf_model(FAMILIES[family])
-    theirs.save_pretrained(tmp_path / "hf")
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+    check_family(hf_model(FAMILIES[family]), tmp_path, greedy=False)
 
 
 def test_fused_experts_are_read_as_separate_ones(tmp_path):
@@ -424,7 +385,7 @@ def test_export_gives_back_the_family(family, tmp_path):
         to_hf.main([str(tmp_path / "ours"), "--ladder", "--out", str(tmp_path / "ladder")])
 
 
-SEPARATE = {f"{e}/{name}_proj/weight": None for e in range(5) for name in ("gate", "up")}
+SEPARATE = {f"{e}.{name}_proj.weight": None for e in range(5) for name in ("gate", "up")}
 
 
 @pytest.mark.parametrize(
@@ -433,16 +394,16 @@ SEPARATE = {f"{e}/{name}_proj/weight": None for e in range(5) for name in ("gate
         ({"num_experts_per_tok": 6}, {}, "num_experts_per_tok is 6 but must be from 1 to 5"),
         ({"num_local_experts": 4}, {}, r"gate.weight: shape \(5, 48\) does not make the \(4, 48\)"),
         ({"moe_intermediate_size": 35}, {}, r"experts.gate_proj.weight: .* does not make the \(5, 35, 48\)"),
-        ({}, {"3/up_proj/weight": None}, r"experts.up_proj.weight has the experts \[0, 1, 2, 4\]"),
+        ({}, {"3.up_proj.weight": None}, r"experts.up_proj.weight has the experts \[0, 1, 2, 4\]"),
         ({}, {"gate_up_proj": torch.zeros(5, 72, 48)}, "both .*_proj.weight and .*_proj.weight: drop"),
-        ({}, {"1/down_proj/weight": torch.zeros(48)}, "0.mlp.experts.down_proj.weight: .*equal size, but got"),
+        ({}, {"1.down_proj.weight": torch.zeros(48)}, "0.mlp.experts.down_proj.weight: .*equal size, but got"),
         ({}, {**SEPARATE, "gate_up_proj": torch.zeros(5)}, "0.mlp.experts.gate_proj.weight: .*out of range"),
     ],
 )
 def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
     hf_model(FAMILIES["qwen3"]).save_pretrained(tmp_path / "hf")
     edit_config(tmp_path / "hf", **changes)
-    change_tensors(tmp_path / "hf", **{f"model/layers/0/mlp/experts/{name}": value for name, value in tensors.items()})
+    change_tensors(tmp_path / "hf", {f"model.layers.0.mlp.experts.{name}": value for name, value in tensors.items()})
     with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
         convert(tmp_path / "hf", tmp_path / "ours")
 

@@ -7,15 +7,16 @@ import types
 
 import pytest
 import torch
-from helpers import BASE, ROOT, YARN, change, greedy_tokens, random_model, script, shared_data, write_model
+from configs import BASE, YARN, change
+from helpers import ROOT, greedy_tokens, random_model, shared_data, write_model
+from hf_folders import FOLDED, HF_FAMILIES, MULTIMODAL, SMALL, TOKENS, check_parity, convert, hf_model, multimodal_model
+from running import script
 from safetensors.torch import load_file
-from test_convert import FAMILIES, FOLDED, NESTED, SMALL, TOKENS, check_parity, convert, hf_model, nested
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import convert_hf_checkpoint
 import tp
 from extras.export import to_hf, verify
-from ladder import outputs
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.compare import check_vocabulary
 from ladder.errors import InputError
@@ -45,8 +46,7 @@ def write(folder, **changes):
     """Write a random checkpoint at folder / "ours" and export it; returns (our model, the exported folder)."""
     config = change(BASE, **changes)
     net = random_model(config)
-    with outputs.new_folder(folder / "ours") as out:
-        write_model(out, config, net.state_dict(), torch.float32)
+    write_model(folder / "ours", config, net.state_dict())
     to_hf.main([str(folder / "ours"), "--out", str(folder / "hf")])
     return net, folder / "hf"
 
@@ -118,7 +118,7 @@ REFUSED_FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *FOLDED])
+@pytest.mark.parametrize("family", [*HF_FAMILIES, *FOLDED])
 def test_transformers_own_families_come_back(family, tmp_path):
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "hf")
@@ -154,10 +154,9 @@ REFUSED = [
 
 def test_what_has_no_form_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(WIRINGS, "own", Wiring("", stale=1))
-    (tmp_path / "ours").mkdir()
     for changes, words in REFUSED:
         config = change(BASE, **changes)
-        write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
+        write_model(tmp_path / "ours", config)
         with pytest.raises(InputError, match=words):
             to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
@@ -225,9 +224,11 @@ def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenize
         verify.main([hf, str(tmp_path / "other")])
 
 
-@pytest.mark.parametrize("family", ["gemma2", "glm4, yarn", "olmo3", *NESTED])
+@pytest.mark.parametrize("family", ["gemma2", "glm4, yarn", "olmo3", *MULTIMODAL])
 def test_verify_runs_every_family(family, tmp_path, capsys):
-    theirs = nested(*NESTED[family], tie_word_embeddings=False) if family in NESTED else hf_model(family)
+    theirs = (
+        multimodal_model(*MULTIMODAL[family], tie_word_embeddings=False) if family in MULTIMODAL else hf_model(family)
+    )
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours")
     verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])

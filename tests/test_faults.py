@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from faults import IMPORTS, PHASES
-from helpers import ROOT, command, random_model, train_tokenizer, write_model
+from helpers import ROOT, random_model, train_tokenizer, write_model
+from running import command
 
 from ladder.ranks.collectives import PROCESS_GROUPS
 from model import Config
@@ -76,9 +76,8 @@ def files(tmp_path_factory):
     for name in "text", "valid":
         paths[name].write_text(text * 40)
     for name in "a", "b":
-        paths[name].mkdir()
         config = Config(2, 4, 2, 8, 32, 64, 300, 512, bos_id=1, eos_ids=(2,), wiring="ladder")
-        write_model(paths[name], config, random_model(config, seed=ord(name)).state_dict(), torch.float32)
+        write_model(paths[name], config, random_model(config, seed=ord(name)).state_dict())
         train_tokenizer([text] * 30, 300, paths[name] / "tokenizer.model")
     shutil.copytree(ROOT, paths["code"], ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "tests"))
     with open(paths["code"] / "tp.py", "a") as f:

@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import BASE, StateWeights, last_logits, rank_logits, run_ranks, shard, unequal_rows
-from reference import Reference
-from test_quantize import quantized_state
+from configs import BASE
+from helpers import StateWeights, last_logits, randn, rank_logits, shard, unequal_rows
+from quantized_models import E4M3_VALUES, e4m3_value, expected_logits, quantized_state
+from running import run_ranks
 
 import tp
 from ladder.checkpoints import checkpoint, rounding, sizes
@@ -15,16 +16,6 @@ from ladder.kernels import quant_kernels, quant_linear, registry
 from ladder.kernels.gpu import integers
 
 CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160, quant="fp8")
-NUMBERS = [i for i in range(256) if i & 127 != 127]  # the bits of e4m3 but NaN
-
-
-def value(bits):
-    """What the bits of e4m3 stand for, by the definition: 1 of sign, 4 of exponent (bias 7), 3 of mantissa."""
-    sign, exponent, mantissa = -1 if bits & 128 else 1, bits >> 3 & 15, bits & 7
-    return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2 ** (exponent - 7))
-
-
-VALUES = torch.tensor(sorted(map(value, NUMBERS)), dtype=torch.float64)
 
 
 def make_linear(N, K, bias=False, seed=0):
@@ -39,14 +30,14 @@ def make_linear(N, K, bias=False, seed=0):
 
 
 def test_weights_are_the_nearest_numbers_of_e4m3():
-    w = torch.randn(30, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 30)[:, None]
+    w = randn(30, 64) * torch.logspace(-6, 6, 30)[:, None]
     w[3] = 0
     q, scales = rounding.to_e4m3(w)
     assert q.dtype == torch.float8_e4m3fn and scales.dtype == torch.bfloat16 and scales.shape == (30, 1)
     assert torch.equal(q.double(), q.view(torch.uint8).double().apply_(
-        lambda bits: value(int(bits))))  # fmt: skip
+        lambda bits: e4m3_value(int(bits))))  # fmt: skip
     exact, s = w.double(), scales.double()
-    nearest = (VALUES * s[..., None] - exact[..., None]).abs().amin(-1)
+    nearest = (E4M3_VALUES * s[..., None] - exact[..., None]).abs().amin(-1)
     assert ((q.double() * s - exact).abs() <= nearest + 1e-6 * exact.abs()).all() and (q[3].double() == 0).all()
     assert (q.double().abs().amax(1)[[0, 1, 2, 4]] >= 416).all()  # the range is used
 
@@ -56,10 +47,10 @@ def test_a_product_is_that_of_scaled_tokens(bias, monkeypatch):
     """Of unequal rows; what is stored is searched in a table of e4m3, and multiplied in float64."""
     monkeypatch.setattr(quant_linear, "DEQUANTIZED_AT_ONCE", 700)  # several pieces of the matrix
     linear = make_linear(48, 64, bias)
-    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-4, 2, 5)[:, None]
+    x = randn(2, 5, 64, seed=1) * torch.logspace(-4, 2, 5)[:, None]
     x[1, 2] = 0
     s = x.double().abs().amax(-1, keepdim=True) / 448
-    q = VALUES[(VALUES - (x.double() / s.where(s > 0, 1))[..., None]).abs().argmin(-1)]
+    q = E4M3_VALUES[(E4M3_VALUES - (x.double() / s.where(s > 0, 1))[..., None]).abs().argmin(-1)]
     w = linear.weight.double() * linear.scales.double()
     exact = (q * s) @ w.T + (linear.bias.double() if bias else 0)
     size = (q * s).abs() @ w.abs().T + (linear.bias.double().abs() if bias else 0)
@@ -77,7 +68,7 @@ def test_the_kernel_of_a_gpu_computes_the_same(bias, monkeypatch):
     linear, odd = make_linear(48, 64, bias), make_linear(40, 64)
     for capability, used in ((8, 6), False), ((8, 9), True):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        x = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+        x = randn(3, 7, 64, seed=2).bfloat16()
         x *= torch.arange(1, 8)[:, None]
         assert integers.multiply_fp8(linear, x) is None  # which is on a CPU
         with monkeypatch.context() as m:
@@ -89,17 +80,6 @@ def test_the_kernel_of_a_gpu_computes_the_same(bias, monkeypatch):
             assert (result.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
 
 
-def weights_only(config):
-    """Logits of unequal rows by float64, with the numbers of the weights, and activations as they are."""
-    state = quantized_state(config)
-    exact = {n: t.double() for n, t in state.items() if not n.endswith(".scales")}
-    exact |= {n: t * state[f"{n[:-7]}.scales"].double() for n, t in exact.items() if f"{n[:-7]}.scales" in state}
-    if config.tie_embeddings:
-        exact["output.weight"] = exact["tok_embeddings.weight"]
-    reference, rows = Reference(config, exact), zip(*unequal_rows(config), strict=True)
-    return torch.stack([torch.from_numpy(reference.logits(row[:length]))[-4:] for row, length in rows])
-
-
 @pytest.mark.parametrize("changes", [
     {}, {"tie_embeddings": True}, {"not_quantized": ("output", "w2"), "qkv_bias": True, "wiring": "ladder"},
 ])  # fmt: skip
@@ -108,7 +88,7 @@ def test_a_model_computes_what_its_weights_say_but_for_rounded_activations(chang
     config = dataclasses.replace(CONFIG, **changes)
     net = shard(config, None, dtype, quantized_state(config))
     registry.use(quant_kernels.KERNELS["cpu"])
-    exact, logits = weights_only(config), last_logits(net, *unequal_rows(config))
+    exact, logits = torch.stack(expected_logits(config)), last_logits(net, *unequal_rows(config))
     assert (logits.double() - exact).norm() < 0.08 * exact.norm()
     assert (logits[0].double() - exact[1]).norm() > 0.5 * exact[1].norm()  # another row's are far
 

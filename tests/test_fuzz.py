@@ -4,63 +4,25 @@ A case is a good file with changes drawn by its number, a fixed seed. Each targe
 """
 
 import base64
-import contextlib
-import io
 import json
-import random
-import time
 
 import pytest
 import torch
-from helpers import ROOT, change, write_model
-from test_convert import SMALL
+from configs import change
+from file_edits import SECONDS, check_changes
+from helpers import ROOT, write_model
+from hf_folders import SMALL
 
 import tp
 from ladder.checkpoints import checkpoint
-from ladder.errors import InputError
 from ladder.sources.huggingface import config_from_hf
 from ladder.text import tiktoken_ranks
 from ladder.text.tokenizer import load_tokenizer
 from model import Config, Transformer
 
-SECONDS = 1.2
 DEMO, TEXT = ROOT / "demo", "Once upon a time\n\tthere were 12 (twelve) little dogs. Zwölf? 十二! \x00 \ufffd <|eot|>"
 TINY = Config(2, 4, 2, 8, 32, 48, 60, 64, bos_id=1, eos_ids=(2,), wiring="spd:1/2")
 TINY = change(TINY, heads={"nope_layers": (0,), "qk_norm": True})
-NUMBERS = [0, -1, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**64, 10**30]
-NAMES = ["", "..", "../x", "/etc/passwd", "a" * 5000, "\0", "\x1b[31m", "\ud800", "x\ny", "10**(10**10)"]
-VALUES = [None, True, 0.5, -0.5, 1e300, float("nan"), *NUMBERS, *NAMES, [], {}, [[]], {"": None}, [99, -1], ["2"]]
-
-
-def changed_bytes(draw, data):
-    """Change, remove, insert or double some bytes, mostly early ones."""
-    data = bytearray(data)
-    for _ in range(draw.choice([1, 1, 2, 8])):
-        at, n = draw.randrange(min(len(data), draw.choice([32, 2**10, 2**30])) + 1), draw.choice([1, 2, 8, 100])
-        number = draw.choice(NUMBERS).to_bytes(16, "little", signed=True)[:8]
-        piece = draw.choice([b"", draw.randbytes(n), bytes(n), data[at : at + n] * 2, number])
-        data[at : at + (len(piece) if draw.random() < 0.5 else n)] = piece
-    return bytes(data if draw.random() < 0.9 else data[: draw.randrange(len(data) + 1)])
-
-
-def changed_json(draw, data):
-    """Change, remove, double or rename one value."""
-    value = part = json.loads(data)
-    while True:
-        key = draw.choice(list(part) if isinstance(part, dict) else range(len(part)))
-        if not isinstance(part[key], dict | list) or not part[key] or draw.random() < 0.3:
-            break
-        part = part[key]
-    how = draw.randrange(6)
-    if how == 0:
-        del part[key]
-    elif how == 1 and isinstance(part, dict):
-        part[draw.choice([*NAMES, *part])] = part.pop(key)
-    elif how == 2 and isinstance(part, list):
-        part.insert(key, part[key])
-    else:
-        part[key] = draw.choice(VALUES)
-    return encoded(value)
 
 
 def use_tokenizer(folder):
@@ -78,7 +40,7 @@ def targets(folder):
     """Return {name: (a reader of a folder, {file: bytes})}; the first file is the one to change."""
     torch.manual_seed(0)
     state = {name: torch.rand(weight.shape) for name, weight in Transformer(TINY).state_dict().items()}
-    write_model(folder, TINY, state, torch.float32)
+    write_model(folder, TINY, state)
     config, ours = ((folder / name).read_bytes() for name in ("config.json", "model.safetensors"))
     theirs = {**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu", "ladder_layers": [0]}
     theirs["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
@@ -104,27 +66,6 @@ def targets(folder):
         "tiktoken": (use_tokenizer, {"tokenizer.model": b"".join(tiktoken)}),
         "settings and template": (use_tokenizer, {"tokenizer_config.json": encoded(settings), **pieces}),
     }
-
-
-def check_changes(read, files, folder, seconds):
-    """Read a folder again and again, the first of its files changed each time."""
-    for file, data in files.items():
-        (folder / file).write_bytes(data)
-    (file, good), *_ = files.items()
-    read(folder)
-    works = refused = 0
-    end = time.monotonic() + seconds
-    while time.monotonic() < end or min(works, refused) == 0:
-        draw = random.Random(works + refused)
-        change = changed_json if file.endswith(".json") and draw.random() < 0.85 else changed_bytes
-        (folder / file).write_bytes(change(draw, good))
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                read(folder)
-            works += 1
-        except InputError as e:
-            assert "\n" not in str(e)
-            refused += 1
 
 
 @pytest.mark.parametrize("seconds", [SECONDS, pytest.param(20, marks=pytest.mark.slow)])

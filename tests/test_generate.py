@@ -1,10 +1,8 @@
 """Generation from the command line and below it: greedy texts, sampling, stopping, results, bad input."""
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import io
 import itertools
 import json
 import os
@@ -15,24 +13,13 @@ import sys
 import threading
 import time
 
-import helpers
 import pytest
 import torch
-from helpers import (
-    BASE,
-    HANGS,
-    ROOT,
-    change,
-    command,
-    greedy_tokens,
-    naive,
-    p_value,
-    random_model,
-    run_ranks,
-    unequal_rows,
-)
-from safetensors.torch import load_file, save_file
-from test_hostile import refused
+from configs import BASE, YARN, change
+from decoding_runs import generate_json, run_generate
+from file_edits import change_tensors, edit_config, edit_state, refused
+from helpers import ROOT, counted_kernels, greedy_tokens, naive, p_value, random_model, shard, unequal_rows, write_model
+from running import HANGS, call_main, command, free_port, run_ranks, script
 
 import eval
 import generate
@@ -56,27 +43,6 @@ PROMPTS = ["Once upon a time", "The dog ran", "a"]
 @pytest.fixture
 def copy(tiny, tmp_path):
     return shutil.copytree(tiny, tmp_path / "copy")
-
-
-def run(*args, stdin=""):
-    """(stdout, stderr) of generate.py in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        m.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        generate.main([str(arg) for arg in args])
-    return out.getvalue(), err.getvalue()
-
-
-def run_json(folder, *args, out, ranks=1, launched=False):
-    """The JSON result of generate.py, what it printed and what it said; unless launched on ranks of the pool."""
-    args = ["--checkpoint", folder, "--json", out, *args]
-    if launched:  # as a user starts it, with torchrun
-        done = helpers.script("generate.py", *args, ranks=ranks)
-        assert done.returncode == 0, done.stderr
-        printed, said = done.stdout, done.stderr
-    else:
-        printed, said = run(*args) if ranks == 1 else helpers.main_on_ranks(ranks, generate.main, *args)[0]
-    return json.loads(out.read_text().splitlines()[-1]), printed, said
 
 
 @pytest.fixture
@@ -112,7 +78,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, launched
     (tmp_path / "prompts").write_text("\n".join(PROMPTS) + "\n\n")
     flags = [*flags, "--wiring", wiring, "--temperature", "0", "--max-new-tokens", "12"]
     flags += ["--prompt", f"@{tmp_path}/prompts"]
-    result, printed, said = run_json(tiny, *flags, out=out, ranks=ranks, launched=launched)
+    result, printed, said = generate_json(tiny, *flags, out=out, ranks=ranks, launched=launched)
     prompts = PROMPTS * (2 if "--batch" in flags else 1)
     assert result["tokens"] == (greedy(wiring) * 2)[: len(prompts)]
     other = f"these weights are standard's, and run as {wiring}, a function that they were not trained for: "
@@ -140,7 +106,7 @@ def test_texts_that_are_cut_are_told_from_those_that_end(copy, greedy, out):
     rows = greedy("standard")
     edit_config(copy, eos_ids=[end := rows[0][3]])
     flags = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    result, _, said = run_json(copy, *flags, "--temperature", "0", "--max-new-tokens", "12", out=out)
+    result, _, said = generate_json(copy, *flags, "--temperature", "0", "--max-new-tokens", "12", out=out)
     assert result["tokens"] == [[*itertools.takewhile(lambda i: i != end, row)] for row in rows]
     assert result["finish"] == ["stop" if end in row else "length" for row in rows] and "length" in result["finish"]
     cut = result["finish"].count("length")
@@ -200,7 +166,7 @@ def unlike(world, folder, other):
 def test_ranks_of_a_notebook_that_ask_for_something_else_are_told_the_difference(tiny, tmp_path):
     config = checkpoint.read_config(tiny)
     other = shutil.copytree(tiny, tmp_path / "other")
-    helpers.write_model(other, config, random_model(config, seed=1).state_dict(), torch.float32)
+    write_model(other, config, random_model(config, seed=1).state_dict())
     zero, one = run_ranks(2, unlike, tiny, other)
     assert zero == one and zero[0] == complete(*load(tiny), ["Once", "a"], 6, temperature=0)
     names = "tokens of the prompts", "max_new_tokens", "temperature", "seed", "top_k", "top_p", "draft", "proposals"
@@ -231,7 +197,7 @@ def main():
 launch.run(main)
 """)
     wanted = complete(*load(tiny), ["Once upon a time", "a"], 12, temperature=0)
-    done = helpers.script(tmp_path / "mine.py", tiny, ranks=2, PYTHONPATH=str(ROOT))
+    done = script(tmp_path / "mine.py", tiny, ranks=2, PYTHONPATH=str(ROOT))
     again = "the ranks have met: name the same device in each load()"
     assert sorted(done.stdout.splitlines()) == [f"2 {wanted}"] * 4 + [again] * 2, done.stderr
     # torchrun's own 20 lines, and a block of one rank that ends with our line; it makes every exit code 1
@@ -241,7 +207,7 @@ launch.run(main)
 
 
 def test_step_bytes_are_the_weights_and_the_cache(tiny, out):
-    result, *_ = run_json(tiny, "--prompt", "ids:1,5,6", "--max-new-tokens", "7", out=out)
+    result, *_ = generate_json(tiny, "--prompt", "ids:1,5,6", "--max-new-tokens", "7", out=out)
     c = checkpoint.read_config(tiny)
     layer = c.dim * c.head_dim * (15 + 2 * 5 + 15) + 3 * c.dim * c.intermediate_size + 2 * c.dim
     weights = c.n_layers * layer + c.dim + c.dim * c.vocab_size
@@ -253,7 +219,7 @@ def test_step_bytes_are_the_weights_and_the_cache(tiny, out):
 def test_a_named_size_has_random_weights(monkeypatch, out):
     monkeypatch.setitem(sizes.SIZES, "tiny", BASE)
     args = ["--model", "tiny:2", "--ladder", "--prompt-length", "5", "--max-new-tokens", "4", "--json", out]
-    printed, said = run(*args)
+    printed, said = run_generate(*args)
     result = json.loads(out.read_text())
     assert (result["model"], result["wiring"], result["dtype"], result["texts"]) == ("tiny", "ladder", "bfloat16", None)
     assert "tiny, 2 layers, ladder" in said
@@ -310,29 +276,33 @@ CHAT = {"chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{%
 def test_a_chat_is_reset_and_shows_answers_alone(copy):
     (copy / "tokenizer_config.json").write_text(json.dumps(CHAT))
     flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "4", "--chat", "Be brief."]
-    first, second = run(*flags, stdin="a\n/reset\na\n")[0].splitlines()
-    printed, said = run(*flags, stdin="a\na\n")
+    first, second = run_generate(*flags, stdin="a\n/reset\na\n")[0].splitlines()
+    printed, said = run_generate(*flags, stdin="a\na\n")
     assert first == second != printed.splitlines()[1]
     assert said.startswith("the text of --chat is the system message; to have it answered: --chat --prompt TEXT\n")
-    assert run(*flags, "--prompt", "a", "--batch", "2")[0] == f"--- {first}\n" * 2
+    assert run_generate(*flags, "--prompt", "a", "--batch", "2")[0] == f"--- {first}\n" * 2
 
 
 @pytest.mark.parametrize("flags", [[], pytest.param(["--compile", "all"], marks=pytest.mark.slow)])
 def test_a_chat_with_a_template_and_a_full_context(copy, flags):
     (copy / "tokenizer_config.json").write_text(json.dumps(CHAT))
     flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "2", "--chat", *flags]
-    printed, said = run(*flags, stdin="a\nb\na\na\n")
+    printed, said = run_generate(*flags, stdin="a\nb\na\na\n")
     texts = printed.split("\n")
     assert "do not fit the context of 64: starting anew with this message" in said
     assert texts[0] in texts[2:4] and texts[0] != texts[1] and "" not in texts[:4]
-    again, said = run(*flags, stdin="a\n" + "dog " * 60 + "\n/help\n/quit\nb\na\na\n/exit\na\n")
+    again, said = run_generate(*flags, stdin="a\n" + "dog " * 60 + "\n/help\n/quit\nb\na\na\n/exit\na\n")
     assert "tokens leaves no room in the context of 64: shorten it" in said and said.count("/reset begins") == 2
     assert "/quit is no command: /reset begins" in said
     assert again == printed  # a message that is refused leaves the conversation as it was
     assert said.count("(cut at --max-new-tokens)") == 4
-    assert run(*flags, "--prompt", "a")[0] == texts[0] + "\n"
+    assert run_generate(*flags, "--prompt", "a")[0] == texts[0] + "\n"
     system = ["--chat", "b"]
-    assert run(*flags, *system, "--prompt", "a")[0] == run(*flags, *system, stdin="a\n")[0] != texts[0] + "\n"
+    assert (
+        run_generate(*flags, *system, "--prompt", "a")[0]
+        == run_generate(*flags, *system, stdin="a\n")[0]
+        != texts[0] + "\n"
+    )
 
 
 def test_what_a_prompt_may_be(tiny, copy):
@@ -363,7 +333,7 @@ def test_a_long_prefill_on_one_rank_shows_its_progress(shows, passes, monkeypatc
 def test_two_nodes(tiny, greedy, out):
     """Two launchers with one rank each, as on two machines."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    launcher += ["--master_addr=127.0.0.1", f"--master_port={helpers.free_port()}"]
+    launcher += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     flags = ["--checkpoint", tiny, "--ladder", "--temperature", "0", "--max-new-tokens", "12"]
     words = [str(word) for word in (ROOT / "generate.py", *flags, "--prompt", PROMPTS[0], "--json", out)]
     nodes = [subprocess.Popen([*launcher, f"--node_rank={r}", *words], stderr=subprocess.PIPE) for r in (1, 0)]
@@ -504,7 +474,7 @@ def test_the_kernel_draws_what_sample_draws_time_and_again(way, dtype):
 
     plain = draw()
     registry.use([fast_sampling.KERNEL])
-    with helpers.counted_kernels() as counts:
+    with counted_kernels() as counts:
         assert draw() == plain
     assert counts["generate.sample"] == len(steps)
 
@@ -550,9 +520,9 @@ def test_a_prefill_in_chunks_and_splits_equals_one_pass(chunk_tokens, splits):
 
 def test_synthetic_prompts_differ_end_with_the_context_and_are_prefilled_in_two_chunks_if_many(tiny, out):
     flags = ["--prompt-length", 61, "--temperature", 0, "--batch"]
-    one, *_ = run_json(tiny, *flags, 9, out=out)
-    two, _, said = run_json(tiny, *flags, 9, out=out, ranks=2)
-    few, *_ = run_json(tiny, *flags, 8, out=out, ranks=2)
+    one, *_ = generate_json(tiny, *flags, 9, out=out)
+    two, _, said = generate_json(tiny, *flags, 9, out=out, ranks=2)
+    few, *_ = generate_json(tiny, *flags, 8, out=out, ranks=2)
     assert (one["batch"], one["prompt_tokens"], one["new_tokens"]) == (9, 61, 3)
     assert [result["sequence_splits"] for result in (one, two, few)] == [1, 2, 1] and "prefill in 2 parts" in said
     assert one["finish"] == ["length"] * 9 and "9 of 9 texts cut at" in said
@@ -562,19 +532,21 @@ def test_synthetic_prompts_differ_end_with_the_context_and_are_prefilled_in_two_
 def test_a_prompt_that_names_a_file_is_a_text_and_one_line_says_how_to_read_the_file(tiny, out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ids:5").touch()
-    said = run_json(tiny, "--prompt", "ids:5", "--max-new-tokens", 1, out=out)[2]
+    said = generate_json(tiny, "--prompt", "ids:5", "--max-new-tokens", 1, out=out)[2]
     assert said.count("ids:5 is also the name of a file: --prompt @ids:5 reads a prompt from each of its lines\n") == 1
 
 
 def test_a_long_prompt_leaves_its_neighbours_their_own_end(tiny, out):
     """Of a context of 64 tokens, each row ends at --max-new-tokens or at 64, as it does alone."""
     prompts, flags = ["ids:5", f"ids:{','.join(['5', '9'] * 31)}"], ["--temperature", "0", "--max-new-tokens", "40"]
-    both, _, said = run_json(tiny, *flags, "--prompt", prompts[0], "--prompt", prompts[1], out=out)
+    both, _, said = generate_json(tiny, *flags, "--prompt", prompts[0], "--prompt", prompts[1], out=out)
     assert "--max-new-tokens 40: the context of 64 has room for 2 after a prompt of 62 tokens\n" in said
-    alone = [run_json(tiny, *flags, "--prompt", prompt, out=out) for prompt in prompts]
+    alone = [generate_json(tiny, *flags, "--prompt", prompt, out=out) for prompt in prompts]
     assert [result["tokens"][0] for result, *_ in alone] == both["tokens"]
     assert [*map(len, both["tokens"])] == [40, 2] and "--max-new-tokens 40" not in alone[0][2]
-    drafted, *_ = run_json(tiny, *flags, "--prompt", prompts[0], "--prompt", prompts[1], "--draft", "ngram", out=out)
+    drafted, *_ = generate_json(
+        tiny, *flags, "--prompt", prompts[0], "--prompt", prompts[1], "--draft", "ngram", out=out
+    )
     assert drafted["tokens"] == both["tokens"]
 
 
@@ -634,7 +606,7 @@ def test_an_overflow_of_float16_is_named(tmp_path):
     """A bfloat16 checkpoint whose second MLP, its layer 1's, gives more than float16 holds."""
     state = random_model(BASE).state_dict()
     state["layers.1.feed_forward.w2.weight"] *= 1e5
-    helpers.write_model(tmp_path, BASE, state, torch.bfloat16)
+    write_model(tmp_path, BASE, state, torch.bfloat16)
     flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
     with pytest.raises(InputError, match="row 0 in step 0 .*--dtype"):
         generate.main(["--checkpoint", str(tmp_path), *flags])
@@ -645,7 +617,7 @@ def test_an_overflow_of_float16_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("changes, limit", [
-    ({}, 5000), ({"rope_scaling": helpers.YARN | {"original_max_position_embeddings": 1300}}, 1300),
+    ({}, 5000), ({"rope_scaling": YARN | {"original_max_position_embeddings": 1300}}, 1300),
 ])  # fmt: skip
 def test_slots_of_a_cache_are_rounded_up_to_few_numbers(changes, limit):
     """Never across the context, nor the one before rope_scaling, by which longrope chooses its factors."""
@@ -677,7 +649,7 @@ def twice(world, compile):
     """(rows, logits of each step) of a request of unequal rows, the same bits twice."""
     tokens, lengths = unequal_rows(BASE)
     prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
-    net, greedy, runs = helpers.shard(dataclasses.replace(BASE, wiring="ladder"), world, torch.bfloat16), [], []
+    net, greedy, runs = shard(dataclasses.replace(BASE, wiring="ladder"), world, torch.bfloat16), [], []
 
     def sample(logits, comm, sampler):
         runs[-1].append(comm.gather_logits(logits).clone())
@@ -711,20 +683,8 @@ def test_the_same_request_twice_gives_the_same_bits(ranks, compile):
 WO = "layers.1.attention.wo.weight"
 
 
-def spoil_weights(folder, change):
-    state = load_file(folder / "model.safetensors")
-    change(state)
-    save_file(state, folder / "model.safetensors")
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    values = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
-
-
 @pytest.mark.parametrize("spoil, message", [
-    (lambda folder: spoil_weights(folder, lambda state: state.pop(WO)), f"no tensor {WO}"),
+    (lambda folder: change_tensors(folder, {WO: None}), f"no tensor {WO}"),
     (lambda folder: edit_config(folder, intermediate_size=99), "the config says (99, 48)"),
     (lambda folder: edit_config(folder, n_layers=2), "has a tensor layers.2."),
     (lambda folder: (folder / "tokenizer.model").unlink(), "copy has no tokenizer: use --prompt ids:"),
@@ -736,13 +696,13 @@ def test_bad_checkpoints_are_one_clear_line(spoil, message, copy):
 
 def error_of(world, args):
     with pytest.raises(InputError) as error:
-        helpers.call_main(world, generate.main, args)
+        call_main(world, generate.main, args)
     return str(error.value)
 
 
 def test_what_one_rank_alone_finds_wrong_all_ranks_say(copy):
     """Only the last one reads the last column."""
-    spoil_weights(copy, lambda state: state[WO][0, -1].fill_(torch.nan))
+    edit_state(copy, lambda state: state[WO][0, -1].fill_(torch.nan))
     errors = run_ranks(3, error_of, ["--checkpoint", str(copy), "--prompt", "a"])
     assert errors == errors[:1] * 3 and errors[0].startswith(f"tensor {WO} holds NaN")
 
@@ -750,7 +710,7 @@ def test_what_one_rank_alone_finds_wrong_all_ranks_say(copy):
 def test_bad_input_of_one_node_ends_the_other(tiny):
     """Only node 1 is asked for a device that it does not have, which it finds before the ranks meet."""
     nodes, environment = [], {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(helpers.free_port())}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank, device in ((0, "cpu"), (1, "cuda")):
         words = command("generate.py", "--checkpoint", tiny, "--prompt", "a", "--device", device)
         env = {**environment, "RANK": str(rank)}

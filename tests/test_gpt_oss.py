@@ -4,21 +4,24 @@ import time
 
 import pytest
 import torch
-from helpers import BASE, change, counted_kernels, greedy_tokens, last_logits, random_model, run_ranks, unequal_rows
-from test_convert import YARN, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model, take_state
-from test_cpu import attention, numbers
-from test_drafts import make_runner
-from test_experts import OnAGpu, check_integers
-from test_linear_attention import WAYS, check_ranks
-from test_quantized_files import mxfp4, write
-from test_serve import in_turns
+from configs import BASE, change
+from decoding_runs import answer_in_turns, make_runner
+from file_edits import take_state
+from gpu import OnAGpu
+from helpers import counted_kernels, greedy_tokens, last_logits, load_random, randn_bf16, random_model, unequal_rows
+from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
+from parity import SPLITS, check_ranks_against_one_device
+from quantized_folders import mxfp4, write_quantized
+from quantized_models import check_quantized_twin
+from reference import exact_attention
+from running import run_ranks
 
 import generate
 from extras.export import to_hf
 from ladder.architectures import experts, heads
 from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture, MoE
-from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.checkpoints.sizes import named_size
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.kernels import compiling
@@ -27,11 +30,10 @@ from ladder.kernels.gpu.split_attention import split_attend
 from ladder.text.rendering import render
 from ladder.text.tokenizer import Tokenizer
 from model import build
-from tp import load_shard
 
 GPT_OSS = "GptOssConfig", {
     "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7, "intermediate_size": 32,
-    "rope_parameters": {**YARN, "truncate": False, "beta_fast": 2.0, "beta_slow": 0.3},
+    "rope_parameters": {**YARN_ROPE, "truncate": False, "beta_fast": 2.0, "beta_slow": 0.3},
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "hidden_size": 64,
 }  # fmt: skip
 
@@ -65,7 +67,7 @@ def test_mxfp4_is_what_its_numbers_say(tmp_path):
         parts, result, q = mxfp4(w.mT, seed)
         return parts, result.mT, q
 
-    write(tmp_path / "hf", theirs, transposed, {"quant_method": "mxfp4"}, chosen)
+    write_quantized(tmp_path / "hf", theirs, transposed, {"quant_method": "mxfp4"}, chosen)
     check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32"), theirs)
     theirs.save_pretrained(tmp_path / "floats")
     convert(tmp_path / "floats", tmp_path / "same")
@@ -84,18 +86,19 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("ranks, configs, how", [
-    (2, CONFIGS, WAYS), ((3, 1), [CONFIG], WAYS), (3, [FEW_KV_HEADS], WAYS), pytest.param(4, CONFIGS, WAYS, marks=SLOW),
+    (2, CONFIGS, SPLITS), ((3, 1), [CONFIG], SPLITS), (3, [FEW_KV_HEADS], SPLITS),
+    pytest.param(4, CONFIGS, SPLITS, marks=SLOW),
     pytest.param(1, [CONFIG], [{"compile": True, "compile_prefill": True}], marks=SLOW),
     pytest.param(2, [CONFIG], [{"compile": True}], marks=SLOW),
 ])  # fmt: skip
 def test_ranks_compute_what_one_device_does(ranks, configs, how):
-    check_ranks(ranks, configs, how)
+    check_ranks_against_one_device(ranks, configs, how)
 
 
 @pytest.mark.parametrize("mode, ranks", [("int8", 1), ("int8", 3), ("int4", 2)])
 def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
     config = change(CONFIG, dim=64, head_dim=16, n_heads=8, mixture={"expert_size": 96})
-    names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
+    names = check_quantized_twin(config, random_model(config).state_dict(), mode, ranks, tmp_path)
     assert "layers.0.feed_forward.experts.w2.bias" in names and "layers.0.feed_forward.router.scales" not in names
 
 
@@ -106,14 +109,14 @@ def test_a_prefill_in_chunks_a_server_and_a_draft_compute_the_same():
     assert generate.generate(runner, ids, 6, Sampler(0)).rows == [greedy_tokens(net, row, 6) for row in ids]
     ends = [greedy_tokens(net, row, 6, end=2) for row in ids]
     requests = [(i, {"ids": row, "max_tokens": 6}) for i, row in enumerate(ids)]
-    assert run_ranks(1, in_turns, CONFIG, requests, 2)[0][0] == ends
+    assert run_ranks(1, answer_in_turns, CONFIG, requests, 2)[0][0] == ends
 
 
 @pytest.mark.parametrize("G", [1, 2, 7])
 def test_few_positions_with_sinks_against_float64(G):
     """A sink is a key more, of value 0; the last of these is far above all scores."""
     skinny_gemm.build()
-    q, keys, values = numbers(3, 2, 2, G, 64), numbers(3, 2, 40, 64), numbers(3, 2, 40, 64)
+    q, keys, values = randn_bf16(3, 2, 2, G, 64), randn_bf16(3, 2, 40, 64), randn_bf16(3, 2, 40, 64)
     positions, sinks = torch.tensor([[38, 39], [0, 1], [20, 21]]), torch.linspace(-3, 9, 2 * G).bfloat16()
     for window in 100, 7:
         scores = torch.einsum("bksgh,bkth->bksgt", q.double(), keys.double()) / 8
@@ -121,7 +124,7 @@ def test_few_positions_with_sinks_against_float64(G):
         mask = (at <= last) & (at > last - window)
         total = scores.masked_fill(~mask[:, None, :, None], -torch.inf).logsumexp(-1)
         share = (total - sinks.double().view(2, 1, G)).sigmoid()[..., None]
-        exact = attention(q, keys, values, mask) * share
+        exact = exact_attention(q, keys, values, mask) * share
         y = torch.ops.ladder.decode_attention(q, keys, values, mask, 0.125, sinks)
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
         arguments = q.transpose(2, 3).double(), keys.double(), values.double(), mask
@@ -135,7 +138,7 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
     more = {"int8": {"not_quantized": ("w2",)}, "int4": {"group_size": 32}, None: {}}[quant]
     config = change(CONFIG, head_dim=64, dim=64, mixture={"expert_size": 64}, quant=quant, **more)
     dtypes = torch.float32, torch.bfloat16, torch.bfloat16
-    nets = [load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu") for dtype in dtypes]
+    nets = [load_random(config, dtype) for dtype in dtypes]
     for name, weight in (pair for net in nets for pair in net.named_parameters()):
         if name.endswith(("bias", "sinks")):
             weight.data.normal_(0, 1, generator=torch.Generator().manual_seed(len(name)))

@@ -5,7 +5,6 @@ LADDER_TEST_GPU=cpu python -m pytest tests/test_gpu.py  # the same on a CPU, to 
 """
 
 # The order matters: `make gpu` has 150 s, of which a cold compiler takes most, so the telling tests come first.
-
 import json
 import os
 import signal
@@ -16,46 +15,26 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    WIRED,
-    change,
-    check_split_attention,
-    command,
-    last_logits,
-    random_model,
-    script,
-    unequal_rows,
-    wired_id,
-)
+from configs import WIRED, change, wired_id
+from gpu import CONFIG, DEVICE, NEEDS_A_GPU, ON_CPU
+from helpers import check_split_attention, last_logits, randn, random_model, unequal_rows
 from reference import MixtureReference
+from running import command, script
 
 from ladder.checkpoints.sizes import RandomWeights
 from ladder.kernels import quant_kernels, quant_linear, registry
 from ladder.kernels.gpu import integers
-from model import Config
 from tp import load_shard
 
-ON_CPU = os.environ.get("LADDER_TEST_GPU") == "cpu"
-DEVICE = torch.device("cpu" if ON_CPU else "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (ON_CPU or torch.cuda.is_available()), reason="needs a GPU, and LADDER_TEST_GPU=1"),
-]
+pytestmark = [*NEEDS_A_GPU, pytest.mark.usefixtures("fresh_compiler")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 COMPILED = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-# shapes that all kernels take: K in multiples of 128, N of 8
-CONFIG = Config(3, 8, 2, 16, 128, 256, 136, 64, bos_id=1, eos_ids=(2,))
 # mixtures whose steps gather the experts that tokens choose, or have all compute
 MIXED = [
     {**WIRED[1], "mixture": {"n_experts": 5, "experts_per_token": k, "expert_size": 72, "dense_layers": (1,)}}
     for k in (1, 4)
 ]
 STEPS = 4  # of decode: of the same CUDA graph, which the first captures
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
 
 
 def logits(net, tokens, lengths, compile):
@@ -159,7 +138,7 @@ def test_the_kernels_for_integers_multiply_what_they_stand_for(quant, rows, comp
         linear = net.get_submodule(name)
         assert ON_CPU or quant == "int8" or linear.layout is integers.LAYOUT
         multiply = torch.compile(linear, dynamic=False) if compile else linear
-        x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).bfloat16().to(DEVICE)
+        x = randn(rows, linear.in_features, seed=rows).bfloat16().to(DEVICE)
         weight = state[f"{name}.weight"]
         size = F.linear(x.double().abs(), weight.abs())  # of what is added up: each product may be off by a rounding
         with torch.inference_mode():
@@ -173,7 +152,7 @@ def test_fp8_multiplies_as_it_does_on_a_cpu(rows, compile):
     for name in ("layers.0.attention.wqkv", "layers.1.feed_forward.w2"):
         linear = net.get_submodule(name)
         used = not ON_CPU and torch.cuda.get_device_capability() >= integers.FP8_CAPABILITY
-        x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).bfloat16().to(DEVICE)
+        x = randn(rows, linear.in_features, seed=rows).bfloat16().to(DEVICE)
         with torch.inference_mode():
             y = (torch.compile(linear, dynamic=False) if compile else linear)(x).float()
             assert (integers.multiply_fp8(linear, x) is not None) == used

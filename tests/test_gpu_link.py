@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import WIRED, wired_id
-from test_gpu import CONFIG, DEVICE, ON_CPU, _fresh, pytestmark  # noqa: F401
-from test_training import check_resumption, fresh, retrain  # noqa: F401
+from configs import WIRED, wired_id
+from gpu import CONFIG, DEVICE, NEEDS_A_GPU, ON_CPU
+from training_runs import check_resumption
 
 from extras.measure import link
 from extras.measure.clock import run_layers
@@ -18,6 +18,8 @@ from ladder.checkpoints.sizes import RandomWeights
 from ladder.decoding.batch import make_cache
 from ladder.ranks.world import World
 from tp import TensorParallel, load_shard
+
+pytestmark = [*NEEDS_A_GPU, pytest.mark.usefixtures("fresh_compiler")]
 
 
 @pytest.fixture
@@ -63,9 +65,9 @@ def test_what_is_computed_meanwhile_hides_the_link(slow):
     assert timed(DEVICE, hiding) < 0.75 * timed(DEVICE, waiting)
 
 
-def test_a_killed_training_resumes_with_the_same_losses(retrain, tmp_path, monkeypatch):  # noqa: F811
+def test_a_killed_training_resumes_with_the_same_losses(retraining_flags, tmp_path, monkeypatch):
     """But for sums whose order the GPU chooses; without the state of the optimizer they are off by more."""
-    flags = [*retrain, "--device", DEVICE.type, "--compute-dtype", "float32"]
+    flags = [*retraining_flags, "--device", DEVICE.type, "--compute-dtype", "float32"]
     check_resumption(flags, tmp_path, monkeypatch, rel=1e-3)
 
 

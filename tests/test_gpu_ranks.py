@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu import DEVICE, NEEDS_A_GPU, ON_CPU
 from gpu_ranks import beside
-from helpers import command, script
-from test_gpu import DEVICE, ON_CPU, pytestmark  # noqa: F401
+from running import command, script
 
 from ladder.ranks.shared_gpu import SHARING_NCCL, nccl_version
 
+pytestmark = NEEDS_A_GPU
 ON = f"{DEVICE.type}:0" if DEVICE.type == "cuda" else "cpu"
 VISIBLE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"), "LADDER_TIMEOUT": "30"}
 

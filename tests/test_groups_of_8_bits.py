@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import helpers
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BASE
-from test_cpu import numbers
+from configs import BASE
+from helpers import randn_bf16
 
 import generate
 from ladder import config_check
@@ -74,7 +73,7 @@ def test_few_rows_are_exact_up_to_rounding(bounds, threads):
             w, (weight, bits) = in_float64(*matrix), packed(*matrix)
             terms = in_float64(matrix[0].abs() + 256, *(tensor.abs() for tensor in matrix[1:]))
             for M in (1, 2, 3, 5, 8, 17):
-                x = numbers(M, K)
+                x = randn_bf16(M, K)
                 x[0, 0] = 100
                 x[1:2] = 0
                 x[2:3] = 1
@@ -116,7 +115,7 @@ def test_a_feed_forward_of_several_forms_is_its_three_products(name):
     N, K, arguments, matrices, bits = 96, 160, [], [], []
     for seed, (kind, rows, columns) in enumerate(zip(KINDS[name], (N, N, K), (K, K, N), strict=True)):
         if kind == "bfloat16":
-            w, form = numbers(rows, columns), 16
+            w, form = randn_bf16(rows, columns), 16
             exact = w.double()
         elif kind == "int4":
             q, scales, zeros = in_groups(rows, columns, 32, (0, 15), seed=seed)
@@ -130,7 +129,7 @@ def test_a_feed_forward_of_several_forms_is_its_three_products(name):
         bits.append(form)
     w1, w3, w2 = matrices
     for M in (1, 3, 17):
-        x = numbers(M, K)
+        x = randn_bf16(M, K)
         y = torch.ops.ladder.feed_forward(x, *arguments, N, K, bits)
         exact = (F.silu(x.double() @ w1.T) * (x.double() @ w3.T)) @ w2.T
         assert ((y.double() - exact).norm(dim=1) <= 0.01 * exact.norm(dim=1)).all(), M
@@ -150,7 +149,7 @@ def test_experts_in_groups_are_those_of_their_numbers():
     for stack, form in zip(stacks, forms, strict=True):
         out = torch.empty(skinny_gemm.packed_shape(*stack, form), dtype=torch.uint8)
         arguments.append(skinny_gemm.pack(*stack, out, form))
-    x = numbers(4, K)
+    x = randn_bf16(4, K)
     y = torch.ops.ladder.skinny_gemm_experts(x, chosen, *arguments, N, K, [form.code for form in forms], [])
     w1, w3, w2 = (in_float64(*stack) for stack in stacks)
     for t, experts in enumerate(chosen.tolist()):
@@ -218,7 +217,7 @@ def test_a_shard_whose_groups_are_too_small_for_the_kernel_computes_the_same():
     for name, tensor in zip(quant_linear.STORED, in_groups(24, 40, 4), strict=True):
         setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
     skinny_gemm.pack_all([linear])
-    x = numbers(3, 40)
+    x = randn_bf16(3, 40)
     exact = x.double() @ in_float64(*linear.stored()).T
     assert linear.layout is None and (linear(x).double() - exact).norm() < 0.01 * exact.norm()
 
@@ -227,13 +226,13 @@ def test_pytorchs_kernel_for_a_scale_per_row_stands_back():
     linear = quant_linear.QuantLinear((24, 64), "int8", 32)
     for name, tensor in zip(quant_linear.STORED, in_groups(24, 64, 32, dtype=torch.bfloat16), strict=True):
         setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
-    assert quant_linear.multiply_int8(linear, numbers(3, 64)) is None
+    assert quant_linear.multiply_int8(linear, randn_bf16(3, 64)) is None
     rows = quant_linear.QuantLinear((24, 64), "int8", None)
     rows.load_state_dict({"weight": linear.weight, "scales": linear.scales[:, :1]})
-    assert quant_linear.multiply_int8(rows, numbers(3, 64)) is not None
+    assert quant_linear.multiply_int8(rows, randn_bf16(3, 64)) is not None
 
 
 def test_random_weights_of_a_size_have_the_deviation_of_its_floats():
-    config = dataclasses.replace(helpers.BASE, head_dim=16, dim=64, intermediate_size=96, quant="int8", group_size=32)
+    config = dataclasses.replace(BASE, head_dim=16, dim=64, intermediate_size=96, quant="int8", group_size=32)
     net = generate.load_model(config, None, "float32", World(0, 1, torch.device("cpu")))
     assert net.layers[0].feed_forward.w1.rows(slice(None)).std() == pytest.approx(0.02, rel=0.05)

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import BASE, ROOT, random_model
+from configs import BASE
+from file_edits import refused
+from helpers import ROOT, random_model
 from safetensors.torch import save_file
 
 import complete
@@ -18,13 +20,6 @@ from ladder.errors import InputError
 from ladder.text.tokenizer import load_tokenizer
 
 DEMO = ROOT / "demo"
-
-
-def refused(message, call, *args, **more):
-    """Fail unless the call ends in an InputError of one line with the message."""
-    with pytest.raises(InputError) as caught:
-        call(*args, **more)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

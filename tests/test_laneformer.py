@@ -7,11 +7,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, change, last_logits, run_ranks, write_model
+from collective_order import eager_order
+from configs import BASE, change
+from helpers import last_logits, write_model
 from laneformer import Laneformer
+from quantized_models import dequantized_state
+from running import run_ranks
 from safetensors.torch import load_file, save_file
-from test_quantize import dequantized_state
-from test_wiring import eager_order
 
 import convert_hf_checkpoint
 import generate
@@ -150,9 +152,8 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
     converted(tmp_path, **CASES[case])
     quantize.main(["--checkpoint", str(tmp_path / "ours"), "--mode", "int8", "--out", str(tmp_path / "int8")])
     config = checkpoint.read_config(tmp_path / "ours")
-    twin = dequantized_state(config, load_file(tmp_path / "int8" / "model.safetensors"))
-    (tmp_path / "twin").mkdir()
-    write_model(tmp_path / "twin", config, twin, torch.float32)
+    twin = dequantized_state(load_file(tmp_path / "int8" / "model.safetensors"))
+    write_model(tmp_path / "twin", config, twin)
     [(expected, _)] = run_ranks(1, logits_of, tmp_path / "twin")
     for ranks in 1, 2:
         check(run_ranks(ranks, logits_of, tmp_path / "int8"), expected.numpy(), limit=1e-3)

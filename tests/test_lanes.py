@@ -1,15 +1,15 @@
 """Several lanes on a rank: any number of ranks computes what as many ranks as lanes do."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
-from helpers import BASE, ONE_EACH, StateWeights, change, random_model, rank_logits, run_ranks, shard
-from test_quantize import BIASED as BIASED_INTEGERS
-from test_quantize import INT4, INT8, dequantized_state, quantized_state
-from test_serve import in_turns
-from test_tp import BIASED, check_ranks
+from configs import BASE, BIASED, ONE_EACH, change
+from decoding_runs import answer_in_turns
+from helpers import StateWeights, random_model, rank_logits, shard
+from parity import check_ranks_against_the_reference
+from quantized_models import BIASED_INT4, INT4, INT8, dequantized_state, quantized_state
+from running import run_ranks
 
 import tp
 from ladder.errors import InputError
@@ -22,19 +22,15 @@ LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_w
 LANED = [*(f"{wiring}/4" for wiring in LANED if wiring != "upper-bound"), "desync:3/4", "delayed-3/4"]
 
 
-def lanes(config, world=None, state=None):
-    return shard(config, world, state=state, load=load_lanes)
-
-
 @pytest.mark.parametrize("shares", [(1,), (1, 1), (3, 1), (2, 1, 1), (1, 1, 1, 1)], ids=str)
 def test_lanes_compute_the_same_on_any_ranks(shares):
     """Of four lanes and two KV heads, with biases, which one lane adds. (3, 1): three lanes, and a rank with one."""
-    check_ranks(shares, [{"wiring": wiring, **BIASED} for wiring in LANED], load=lanes)
+    check_ranks_against_the_reference(shares, [{"wiring": wiring, **BIASED} for wiring in LANED])
 
 
 @pytest.mark.parametrize("how", [{"splits": 3}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
 def test_lanes_of_a_rank_take_chunks_and_are_compiled(how):
-    check_ranks(2, [{"wiring": wiring} for wiring in ("spd/4", "delayed-2/4")], load=lanes, **how)
+    check_ranks_against_the_reference(2, [{"wiring": wiring} for wiring in ("spd/4", "delayed-2/4")], **how)
 
 
 def test_lanes_have_the_same_neurons_in_int4():
@@ -83,26 +79,25 @@ def test_ranks_with_more_lanes_are_not_taken_for_having_come_further(monkeypatch
     assert beats[2] - beats[1] == beats[1] - beats[0] > 0
 
 
-@pytest.mark.parametrize("config", [INT8, INT4, BIASED_INTEGERS], ids=["int8", "int4", "biased"])
+@pytest.mark.parametrize("config", [INT8, INT4, BIASED_INT4], ids=["int8", "int4", "biased"])
 def test_lanes_of_integers_compute_what_their_numbers_say(config):
     """On one device, which holds all four, and on equal and unequal ranks."""
     config = dataclasses.replace(config, wiring="spd/4")
     state = quantized_state(config)
     plain = dataclasses.replace(config, quant=None, group_size=None)
-    lane_logits = functools.partial(rank_logits, load=load_lanes)
-    expected = lane_logits(None, plain, dequantized_state(config, state))
+    expected = rank_logits(None, plain, dequantized_state(state))
     for ranks in 1, 2, (3, 1):
-        for logits in run_ranks(ranks, lane_logits, config, state):
+        for logits in run_ranks(ranks, rank_logits, config, state):
             assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_what_counts_bytes_and_serves_rows_finds_the_attentions_of_all_lanes():
-    net, one = lanes(dataclasses.replace(BASE, wiring="spd/2")), random_model(BASE)
+    net, one = shard(dataclasses.replace(BASE, wiring="spd/2")), random_model(BASE)
     cache, cache_of_one = net.new_cache(2, 9), one.new_cache(2, 9)
     assert len(net.attentions) == len(cache) == 2 * len(cache_of_one)
     read = [step_bytes(model, c, 3) - step_bytes(model, c, 0) for model, c in ((net, cache), (one, cache_of_one))]
     assert read[0] == read[1] > 0
     requests = [(0, {"ids": [1, 5, 6], "max_tokens": 4}), (1, {"ids": [1, 9], "max_tokens": 3})]
     config = dataclasses.replace(BASE, wiring="spd/2", eos_ids=())
-    rows = in_turns(World(0, 1, torch.device("cpu")), config, requests, 2, load=load_lanes)[0]
+    rows = answer_in_turns(World(0, 1, torch.device("cpu")), config, requests, 2)[0]
     assert [len(ids) for ids in rows] == [4, 3]

@@ -7,33 +7,15 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-from helpers import (
-    ANY_TP,
-    BASE,
-    change,
-    counted_kernels,
-    greedy_tokens,
-    last_logits,
-    random_model,
-    run_ranks,
-    unequal_rows,
-)
-from test_convert import (
-    YARN,
-    change_tensors,
-    check_config_as_on_the_hub,
-    check_family,
-    check_parity,
-    convert,
-    edit,
-    hf_model,
-)
-from test_drafts import make_runner
-from test_experts import check_integers
-from test_linear_attention import SETTINGS as LINEAR
-from test_linear_attention import WAYS, check_ranks
-from test_quantized_files import BLOCKS, fp8, write
-from test_serve import in_turns
+from configs import ANY_TP, BASE, LINEAR_SETTINGS, change
+from decoding_runs import answer_in_turns, make_runner
+from file_edits import change_tensors, edit_config
+from helpers import counted_kernels, greedy_tokens, last_logits, load_random, randn, random_model, unequal_rows
+from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
+from parity import SPLITS, check_ranks_against_one_device
+from quantized_folders import BLOCKS, fp8, write_quantized
+from quantized_models import check_quantized_twin
+from running import run_ranks
 
 import generate
 from extras.export import to_hf
@@ -41,7 +23,7 @@ from extras.measure import advise
 from generate import Runner
 from ladder.architectures.mixture import Mixture, MoE
 from ladder.checkpoints import checkpoint
-from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.checkpoints.sizes import named_size
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.kernels import compiling
@@ -50,12 +32,11 @@ from ladder.layers.attention_inputs import attention_metadata
 from ladder.memory import step_bytes
 from ladder.sources import huggingface
 from model import build
-from tp import load_shard
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parity with transformers
 
-ROPE = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+ROPE = {**YARN_ROPE, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7}
 DEEPSEEK = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": None, "v_head_dim": 16,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
@@ -131,9 +112,9 @@ def instella(folder):
     """Save a tiny Instella-MoE and return its reference."""
     theirs = Instella(balanced(hf_model(("DeepseekV3Config", {**DEEPSEEK, **ONE_GROUP, "num_hidden_layers": 4}))))
     theirs.net.save_pretrained(folder)
-    gates = {f"model/layers/{i}/self_attn/gate_proj/weight": g.weight.detach() for i, g in enumerate(theirs.gates)}
-    change_tensors(folder, **gates)
-    edit(folder, architectures=["InstellaMoEForCausalLM"], gated_attention=True, farskip=True)
+    gates = {f"model.layers.{i}.self_attn.gate_proj.weight": g.weight.detach() for i, g in enumerate(theirs.gates)}
+    change_tensors(folder, gates)
+    edit_config(folder, architectures=["InstellaMoEForCausalLM"], gated_attention=True, farskip=True)
     return theirs
 
 
@@ -147,7 +128,7 @@ def test_e4m3_in_blocks_becomes_rows(family, tmp_path):
     def chosen(name):
         return name.endswith(("_proj.weight", "_with_mqa.weight")) and "experts." not in name
 
-    write(tmp_path / "hf", theirs, make, {**BLOCKS, "weight_block_size": [16, 16]}, chosen)
+    write_quantized(tmp_path / "hf", theirs, make, {**BLOCKS, "weight_block_size": [16, 16]}, chosen)
     ours = convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
     kept = {name.split(".")[-2] for name in checkpoint.Weights(tmp_path / "ours").names() if name.endswith(".scales")}
     assert ours.config.quant == "fp8" and kept >= {"wkv_a", "wo"} | ({"wq_a", "wq_b"} if "v3" in family else {"wq"})
@@ -176,7 +157,7 @@ def test_instella_is_deepseek_with_gates_and_two_streams(tmp_path):
 def test_farskip_in_some_layers_or_of_some_sublayers(keys, attentions, mlps, wiring, tmp_path):
     theirs = instella(tmp_path / "hf")
     theirs.early = attentions, mlps
-    edit(tmp_path / "hf", **keys)
+    edit_config(tmp_path / "hf", **keys)
     ours = convert(tmp_path / "hf", tmp_path / "ours")
     assert ours.config.wiring == wiring
     check_parity(ours, theirs)
@@ -185,7 +166,7 @@ def test_farskip_in_some_layers_or_of_some_sublayers(keys, attentions, mlps, wir
 def test_a_layer_that_predicts_more_tokens_is_left_out(tmp_path, capsys):
     theirs = hf_model(FAMILIES["deepseek v3"])
     theirs.save_pretrained(tmp_path / "hf")
-    change_tensors(tmp_path / "hf", **{"model/layers/3/eh_proj/weight": torch.zeros(2)})
+    change_tensors(tmp_path / "hf", {"model.layers.3.eh_proj.weight": torch.zeros(2)})
     check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
     assert "left out: 1 tensors of the layers that predict more tokens" in capsys.readouterr().out
 
@@ -218,15 +199,15 @@ BAD = [
     ),
     ({"kv_lora_rank": 16}, {}, r"kv_a_proj_with_mqa.weight: .*the config makes it \(24, 48\)"),
     ({"num_attention_heads": 8, "num_key_value_heads": 8}, {}, r"does not make the \(160, 48\) of the config"),
-    ({}, {"model/layers/1/mlp/gate/e_score_correction_bias": None}, "has no tensor .*expert_bias"),
+    ({}, {"model.layers.1.mlp.gate.e_score_correction_bias": None}, "has no tensor .*expert_bias"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("values, tensors, words", BAD)
 def test_bad_folders_are_one_line(values, tensors, words, tmp_path):
     hf_model(("DeepseekV3Config", DEEPSEEK)).save_pretrained(tmp_path / "hf")
-    edit(tmp_path / "hf", **values)
-    change_tensors(tmp_path / "hf", **tensors)
+    edit_config(tmp_path / "hf", **values)
+    change_tensors(tmp_path / "hf", tensors)
     with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
         convert(tmp_path / "hf", tmp_path / "ours")
 
@@ -238,7 +219,7 @@ def test_bad_folders_are_one_line(values, tensors, words, tmp_path):
 ])  # fmt: skip
 def test_deepseek_v2_is_not_read_as_v3(values, words, tmp_path):
     hf_model(FAMILIES["deepseek v2"]).save_pretrained(tmp_path / "hf")
-    edit(tmp_path / "hf", **values)
+    edit_config(tmp_path / "hf", **values)
     with pytest.raises(InputError, match=words):
         huggingface.config_from_hf(tmp_path / "hf" / "config.json")
 
@@ -252,7 +233,7 @@ def test_experts_are_chosen_as_a_loop_in_float64_chooses_them(router, groups):
     """One expert after another, with ties: of equal scores the same number of experts is chosen."""
     routing = {"router": router, "expert_groups": groups, "chosen_groups": groups and 2}
     moe = MoE(MIXTURE.dim, dataclasses.replace(MIXTURE.find(Mixture), **routing))
-    x = torch.randn(50, 48, generator=torch.Generator().manual_seed(0))
+    x = randn(50, 48)
     for weight in moe.parameters():
         nn.init.normal_(weight, 0, 0.3)
     x[0] = 0  # all logits are 0
@@ -324,7 +305,7 @@ def test_the_absorbed_way_is_the_expanded_one(length, chunk_tokens):
     pytest.param(3, CONFIGS[-1:], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_ranks_compute_what_one_device_does(ranks, configs):
-    check_ranks(ranks, configs, WAYS)
+    check_ranks_against_one_device(ranks, configs, SPLITS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -332,7 +313,7 @@ def test_a_server_s_rows_answer_as_if_alone(ranks):
     ids = [[1, 5, 6, 7], [1, 9, 3, 9, 3], [1, 5, 6, 8, 4]]  # the last finds its beginning in a cache
     requests = [(when, {"ids": row, "max_tokens": 6}) for when, row in zip([0, 1, 20], ids, strict=True)]
     expected = [greedy_tokens(random_model(CONFIG), row, 6, end=2) for row in ids]
-    for answers, _ in run_ranks(ranks, in_turns, CONFIG, requests, 2):
+    for answers, _ in run_ranks(ranks, answer_in_turns, CONFIG, requests, 2):
         assert answers == expected
 
 
@@ -345,7 +326,7 @@ def test_greedy_tokens_do_not_know_of_a_draft():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, prefill", [(1, True), (2, False)])
 def test_compiled_ranks_compute_it_too(ranks, prefill):
-    check_ranks(ranks, [INSTELLA], [{"compile": True, "compile_prefill": prefill}])
+    check_ranks_against_one_device(ranks, [INSTELLA], [{"compile": True, "compile_prefill": prefill}])
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
@@ -354,24 +335,21 @@ def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
     settings = {**SETTINGS, "value_dim": 16, "query_rank": 32}
     config = change(INSTELLA, dim=64, intermediate_size=96, latent=settings)
     config = change(config, mixture={"expert_size": 32, "shared_expert_size": 32})
-    names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
+    names = check_quantized_twin(config, random_model(config).state_dict(), mode, ranks, tmp_path)
     kept = {re.sub(r"layers\.\d+\.", "", name) for name in names}
     assert {f"attention.{w}.scales" for w in ("wq_a", "wq_b", "wkv_a", "wgate", "wo")} <= kept
     assert not kept & {"attention.wkv_b.scales", "feed_forward.router.scales"}
 
 
 def test_routers_stay_float32_in_a_model_in_bfloat16():
-    net = load_shard(INSTELLA, RandomWeights(INSTELLA, "cpu"), torch.bfloat16, "cpu")
+    net = load_random(INSTELLA)
     assert {p.dtype for n, p in net.named_parameters() if "router" in n or "expert_bias" in n} == {torch.float32}
     assert {p.dtype for n, p in net.named_parameters() if "router" not in n and "expert_bias" not in n} == {net.dtype}
 
 
 def test_the_kernels_for_few_rows_compute_a_bfloat16_step():
     config = change(CONFIG, wiring="ladder")
-    exact, plain, fast = (
-        load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
-        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
-    )
+    exact, plain, fast = (load_random(config, dtype) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16))
     with torch.inference_mode():
         exact, plain = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain))
         compiling.use_decode_kernels(fast)
@@ -388,10 +366,7 @@ def test_few_positions_attend_to_latents_as_in_float64(N, S, compile, monkeypatc
     sizes = {"query_rank": None, "latent_dim": 128, "key_dim": 48, "rope_dim": 32, "value_dim": 20}
     shape = {"dim": 64, "n_heads": N, "n_kv_heads": N, "head_dim": 80, "rotary_dim": 32, "n_layers": 1}
     config = change(CONFIG, **shape, latent=sizes)
-    exact, plain, fast = (
-        load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
-        for dtype in (torch.float64, torch.bfloat16, torch.bfloat16)
-    )
+    exact, plain, fast = (load_random(config, dtype) for dtype in (torch.float64, torch.bfloat16, torch.bfloat16))
     for weight, rounded in zip(exact.parameters(), plain.parameters(), strict=True):
         weight.data = rounded.data.double()
     positions = torch.tensor([[20], [0], [7]]) + torch.arange(S)
@@ -425,7 +400,7 @@ def test_few_positions_attend_to_latents_as_in_float64(N, S, compile, monkeypatc
 
 
 def test_bytes_of_the_cache_are_those_of_latents():
-    net = load_shard(CONFIG, RandomWeights(CONFIG, "cpu"), torch.bfloat16, "cpu")
+    net = load_random(CONFIG)
     cache = net.new_cache(2, 9)
     assert sum(tensor.nbytes for layer in cache for tensor in layer) == 3 * 2 * 9 * (24 + 4) * 2
     assert step_bytes(net, cache, 3) - step_bytes(net, cache, 0) == 3 * 2 * 3 * (24 + 4) * 2
@@ -447,7 +422,7 @@ def test_named_sizes_have_the_published_parameter_counts(name):
 
 @pytest.mark.parametrize("changes, words", [
     ({"latent": {"query_rank": 0}}, "query_rank is 0 but must be above 0"),
-    ({"linear": {"layers": (0,), **LINEAR}}, "a model with latent has no linear"),
+    ({"linear": {"layers": (0,), **LINEAR_SETTINGS}}, "a model with latent has no linear"),
     ({"n_kv_heads": 3}, "needs head_dim 12, rotary_dim 4 and n_kv_heads 6, not 12, 4 and 3"),
     ({"heads": {"qk_norm": True}}, "a model with latent has no heads"),
 ])  # fmt: skip

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import HANGS, ROOT, command
+from helpers import ROOT
+from running import HANGS, command
 
 from ladder.command_line import flags
 from ladder.errors import InputError, StoreLost, Verdict

@@ -10,7 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import BASE, ROOT, variants
+from configs import BASE, variants
+from helpers import ROOT
 
 import model
 
@@ -61,6 +62,12 @@ def test_no_imports_go_in_circles():
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_nothing_edits_the_module_path(name):
     assert not re.search(r"sys\.path\b(?!_)", FILES[name].read_text())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("*.py")), ids=lambda path: path.name)
+def test_no_tests_import_other_tests(path):
+    """What several need lies in a module that says what it is for."""
+    assert not [name for name in imported(path) if name and name.split(".")[0].startswith("test_")]
 
 
 def test_importing_everything_does_nothing():

@@ -1,50 +1,39 @@
 """Linear attention: against a naive float64 recurrence and transformers, on ranks, compiled, in integers."""
 
-import json
 import re
 
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    ANY_TP,
-    BASE,
-    change,
-    counted_kernels,
-    last_logits,
-    random_model,
-    run_ranks,
-    shard,
-    unequal_rows,
-    write_model,
-)
-from test_convert import (
+from configs import ANY_TP, BASE, LINEAR_ATTENTION, LINEAR_SETTINGS, change
+from file_edits import change_tensors
+from helpers import counted_kernels, last_logits, load_random, unequal_rows, write_model
+from hf_folders import (
     SMALL,
-    change_tensors,
     check_config_as_on_the_hub,
     check_family,
     check_parity,
+    config_from_values,
     convert,
     hf_model,
-    nested,
+    multimodal_model,
 )
-from test_experts import check_integers
+from parity import SPLITS, check_ranks_against_one_device, long_memory
+from quantized_models import check_quantized_twin
 
 from extras.export import verify
 from extras.measure import advise
 from generate import Runner
 from ladder.architectures.linear import gated_delta_rule, normalized
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.checkpoints.sizes import named_size
 from ladder.command_line.draft_flag import read_draft
 from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
-from ladder.lanes.lanes import load_lanes
 from ladder.memory import step_bytes
-from ladder.sources import huggingface
 from model import build
-from tp import load_shard, shard_plan
+from tp import shard_plan
 
 
 def random_inputs(S, B=2, K=3, R=2, X=8, Y=5, decay=0.3):
@@ -122,9 +111,9 @@ def test_parity_with_transformers(family, tmp_path):
 def test_the_language_model_beside_a_tower_for_pictures(outer, family, tmp_path, capsys):
     """With layers that predict several tokens, which transformers leaves out, too."""
     vision = {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "num_position_embeddings": 16}
-    theirs = forgetful(nested(outer, FAMILIES[family][1], vision))
+    theirs = forgetful(multimodal_model(outer, FAMILIES[family][1], vision))
     theirs.save_pretrained(tmp_path / "hf")
-    change_tensors(tmp_path / "hf", **{"mtp/fc/weight": torch.zeros(2)})
+    change_tensors(tmp_path / "hf", {"mtp.fc.weight": torch.zeros(2)})
     ours = convert(tmp_path / "hf", tmp_path / "ours")
     said = capsys.readouterr().out
     assert "1 tensors of mtp" in said and re.search(r"\d tensors of visual", said)
@@ -135,37 +124,14 @@ def test_the_language_model_beside_a_tower_for_pictures(outer, family, tmp_path,
 # ---------------------------------------------------------------------------------------------------------------------
 # Wirings, ranks, compiled
 
-SETTINGS = {"key_heads": 5, "value_heads": 10, "key_dim": 8, "value_dim": 12, "conv_width": 4}
-CONFIG = change(
-    BASE, n_heads=12, n_kv_heads=2, norm="rms+1", heads={"qk_norm": True, "gate": True},
-    linear={"layers": (0, 2), **SETTINGS}, tie_embeddings=True,
-)  # fmt: skip
 MIXTURE = change(
-    CONFIG, mixture={
+    LINEAR_ATTENTION, mixture={
         "n_experts": 5, "experts_per_token": 2, "expert_size": 36, "shared_expert_size": 28, "shared_expert_gate": True,
     },
     wiring="farskip", tie_embeddings=False, n_kv_heads=4,
 )  # fmt: skip
-CONFIGS = [*(change(CONFIG, **changes) for changes in ANY_TP), MIXTURE]
-LANES = change(CONFIG, wiring="spd/4")  # each has states of its own
-
-
-def long_memory(config):
-    net, generator = random_model(config), torch.Generator().manual_seed(0)
-    for name, parameter in net.named_parameters():
-        if name.endswith("A_log"):
-            torch.nn.init.uniform_(parameter, -5, 0, generator)
-    return net
-
-
-def on_a_rank(world, config, state, how):
-    load = load_lanes if config.named_wiring.fixed_shards else load_shard
-    net = shard(config, world, state=state, load=load)
-    with torch.inference_mode():
-        return [last_logits(net, *unequal_rows(config, length=14), steps=4, **keys) for keys in how]
-
-
-WAYS = [{}, {"splits": 2}, {"splits": 3}]
+CONFIGS = [*(change(LINEAR_ATTENTION, **changes) for changes in ANY_TP), MIXTURE]
+LANES = change(LINEAR_ATTENTION, wiring="spd/4")  # each has states of its own
 
 
 @pytest.mark.parametrize("ranks, configs", [
@@ -174,33 +140,21 @@ WAYS = [{}, {"splits": 2}, {"splits": 3}]
     ((2, 1), [MIXTURE]),  # which has KV heads for such shares
 ])  # fmt: skip
 def test_ranks_compute_what_one_device_does(ranks, configs):
-    check_ranks(ranks, configs, WAYS)
+    check_ranks_against_one_device(ranks, configs, SPLITS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, prefill", [(1, False), (1, True), (3, True)])
 def test_compiled_ranks_compute_it_too(ranks, prefill):
-    config = change(CONFIG, n_layers=2, linear={"layers": (0,)}, wiring="ladder")
-    check_ranks(ranks, [config], [{"compile": True, "compile_prefill": prefill}])
-
-
-def check_ranks(ranks, configs, how):
-    """In rows without padding and without a cache."""
-    for config in configs:
-        state, (tokens, lengths) = long_memory(config).state_dict(), unequal_rows(config, length=14)
-        net = shard(config, state=state, load=load_lanes if config.named_wiring.fixed_shards else load_shard)
-        with torch.no_grad():
-            expected = torch.stack([net(row[None, :n])[0, -5:] for row, n in zip(tokens, lengths, strict=True)])
-        for results in run_ranks(ranks, on_a_rank, config, state, how):
-            for logits in results:
-                assert (logits - expected).abs().max() < 1e-4, config.wiring
+    config = change(LINEAR_ATTENTION, n_layers=2, linear={"layers": (0,)}, wiring="ladder")
+    check_ranks_against_one_device(ranks, [config], [{"compile": True, "compile_prefill": prefill}])
 
 
 @pytest.mark.parametrize("part", [1, 4, 5, 100])
 def test_a_prefill_in_parts_passes_the_state_on(part):
     """A row ends in the first part, one in a later part: what is padding in a part changes no state."""
-    net, lengths = long_memory(CONFIG), torch.tensor([14, 9, 3])
-    tokens = unequal_rows(CONFIG, length=14)[0]
+    net, lengths = long_memory(LINEAR_ATTENTION), torch.tensor([14, 9, 3])
+    tokens = unequal_rows(LINEAR_ATTENTION, length=14)[0]
     runner = Runner(net, net.new_cache(3, 16))
     runner.chunk_tokens = 3 * part
     with torch.no_grad():
@@ -219,10 +173,10 @@ def test_a_prefill_in_parts_passes_the_state_on(part):
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
-    settings = {**SETTINGS, "key_dim": 32, "value_dim": 32}
-    config = change(CONFIG, dim=64, head_dim=16, intermediate_size=96, linear=settings)
+    settings = {**LINEAR_SETTINGS, "key_dim": 32, "value_dim": 32}
+    config = change(LINEAR_ATTENTION, dim=64, head_dim=16, intermediate_size=96, linear=settings)
     state = {name: w for name, w in long_memory(config).state_dict().items() if name != "output.weight"}  # tied
-    names = check_integers(config, state, mode, ranks, tmp_path)
+    names = check_quantized_twin(config, state, mode, ranks, tmp_path)
     assert {"layers.0.attention.wqkvz.scales", "layers.0.attention.wout.scales"} <= names
     assert "layers.0.attention.wba.scales" not in names  # how fast it forgets
 
@@ -230,11 +184,8 @@ def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", [None, "int8"])
 def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
-    config = change(CONFIG, head_dim=64, quant=quant)
-    exact, plain, fast = (
-        load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
-        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
-    )
+    config = change(LINEAR_ATTENTION, head_dim=64, quant=quant)
+    exact, plain, fast = (load_random(config, dtype) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16))
     with torch.inference_mode():
         exact, plain = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain))
         compiling.use_decode_kernels(fast)
@@ -249,8 +200,8 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
 
 
 def test_bytes_of_a_step_and_of_the_advisor():
-    config = change(CONFIG, n_layers=4, linear={"layers": (0, 1, 2)})
-    net = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu")
+    config = change(LINEAR_ATTENTION, n_layers=4, linear={"layers": (0, 1, 2)})
+    net = load_random(config)
     cache = net.new_cache(2, 9)
     attention = [sum(p.nbytes for n, p in b.attention.named_parameters() if "norm" not in n) for b in net.layers]
     caches = [sum(tensor.nbytes for tensor in layer) for layer in cache]
@@ -271,14 +222,14 @@ def test_bytes_of_a_step_and_of_the_advisor():
 ])  # fmt: skip
 def test_bad_configs_are_one_line(changes, words):
     with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):
-        change(CONFIG, **changes)
+        change(LINEAR_ATTENTION, **changes)
 
 
 @pytest.mark.parametrize("settings, words", [
-    (SETTINGS, "linear: no key 'layers'"),
-    ({"layers": [0], **SETTINGS, "conv_width": 0}, "linear: conv_width is 0 but must be a whole number above 0"),
-    ({"layers": [0], **SETTINGS, "key_dim": 2**40}, "linear: key_dim is 1099511627776 but must be a who"),
-    ({"layers": [0], **SETTINGS, "depth": 7}, "linear: unknown key 'depth'"),
+    (LINEAR_SETTINGS, "linear: no key 'layers'"),
+    ({"layers": [0], **LINEAR_SETTINGS, "conv_width": 0}, "linear: conv_width is 0 but must be a whole number"),
+    ({"layers": [0], **LINEAR_SETTINGS, "key_dim": 2**40}, "linear: key_dim is 1099511627776 but must be a who"),
+    ({"layers": [0], **LINEAR_SETTINGS, "depth": 7}, "linear: unknown key 'depth'"),
     ([], "'linear' is unknown, or no object"),
 ])  # fmt: skip
 def test_settings_of_the_wrong_type_are_one_line(settings, words):
@@ -295,16 +246,14 @@ def test_settings_of_the_wrong_type_are_one_line(settings, words):
 ])  # fmt: skip
 def test_bad_folders_are_one_line(changes, words, tmp_path):
     values = {**SMALL, "model_type": "qwen3_5_text", "num_hidden_layers": 4, **changes}
-    (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):
-        huggingface.config_from_hf(tmp_path / "config.json")
+        config_from_values(tmp_path, values)
 
 
 def test_more_ranks_than_key_heads_and_drafts_are_refused(tmp_path):
     with pytest.raises(InputError, match="none of 5 key heads of linear attention"):
-        shard_plan(CONFIG, 0, (1,) * 6)
-    (tmp_path / "small").mkdir()
-    write_model(tmp_path / "small", CONFIG, long_memory(CONFIG).state_dict(), torch.float32)
-    for draft, config in ("ngram", CONFIG), (str(tmp_path / "small"), BASE):
+        shard_plan(LINEAR_ATTENTION, 0, (1,) * 6)
+    write_model(tmp_path / "small", LINEAR_ATTENTION, long_memory(LINEAR_ATTENTION).state_dict())
+    for draft, config in ("ngram", LINEAR_ATTENTION), (str(tmp_path / "small"), BASE):
         with pytest.raises(InputError, match=f"--draft {draft}: .* with linear attention neither drafts nor is"):
             read_draft(draft, config, None)

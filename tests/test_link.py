@@ -9,11 +9,12 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 
-import helpers
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, BY_HAND, RANKS, WIRED, last_logits, queued, random_model, run_ranks, shard
+from configs import BASE, BY_HAND, WIRED, queued, staleness, wired_id
+from helpers import last_logits, random_model, shard, unequal_rows
+from running import RANKS, run_ranks
 
 import generate
 import tp
@@ -124,8 +125,8 @@ def on_and_off(world, compile, cases):
         net, logits = shard(config, world), []
         for group in (world.group, linked):
             net.comm = tp.TensorParallel(config, world.shares, group)
-            logits.append(last_logits(net, *helpers.unequal_rows(config), compile=compile, compile_prefill=compile))
-        answers.append((helpers.wired_id(changes), *logits))
+            logits.append(last_logits(net, *unequal_rows(config), compile=compile, compile_prefill=compile))
+        answers.append((wired_id(changes), *logits))
     return answers
 
 
@@ -232,7 +233,7 @@ def test_on_the_clock_chunks_hide_one_another():
     assert clocks.run_layers(ladder, 2, 2, 2, splits=2).now == 2 + 7 * 2 + 2
 
 
-@pytest.mark.parametrize("changes", BY_HAND, ids=helpers.wired_id)
+@pytest.mark.parametrize("changes", BY_HAND, ids=wired_id)
 def test_measuring_sublayers_that_only_sleep(clock, changes, monkeypatch):
     """Against the sum by hand."""
     config = dataclasses.replace(BASE, **changes)
@@ -258,7 +259,7 @@ def test_measuring_sublayers_that_only_sleep(clock, changes, monkeypatch):
     r = exposed.measure(world, {"decode": case}, seconds=0)["decode"]
     compute, waited = nap * 2 * config.n_layers, latency * r["all_reduces"]
     if config.named_wiring.loop not in (wirings.desynced_loop, wirings.silent_loop):
-        waited = queued(naps, latency, helpers.staleness(config)) - compute
+        waited = queued(naps, latency, staleness(config)) - compute
     expected = {"silent": compute, "step": compute + waited, "limit": compute + waited, "all_reduce": latency}
     assert {name: r[f"{name}_ms"] / 1e3 for name in expected} == pytest.approx(expected, abs=1e-5)
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from helpers import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, change, wired_id
-from test_wiring import check_against_the_reference
+from configs import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, change, wired_id
+from parity import check_against_the_reference
 
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.sizes import SIZES

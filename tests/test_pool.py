@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from running import run_ranks
 
 
 def total(world, value):

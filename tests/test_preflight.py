@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import BASE, YARN, change
+from configs import BASE, YARN, change
 
 import generate
 from ladder import memory

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from test_quantized_files import int32
+from quantized_folders import int32
 
 from ladder.errors import InputError
 from ladder.sources.matrices import Fp8, Integers, to_floats

@@ -6,28 +6,35 @@ import math
 import re
 import types
 
-import helpers
 import pytest
 import torch
+from configs import ANY_TP, BASE, change
 from helpers import (
-    ANY_TP,
-    BASE,
-    GEMMA,
-    GLM,
-    OLMO,
     ROOT,
     StateWeights,
-    change,
-    counted_kernels,
     last_logits,
-    main_on_ranks,
+    randn,
     random_model,
-    run_ranks,
+    rank_logits,
+    shard,
     shared_data,
     unequal_rows,
     write_model,
 )
-from reference import Reference
+from quantized_models import (
+    BIASED_INT4,
+    INT4,
+    INT8,
+    NARROW,
+    OLMO_INT4,
+    QUANTIZED,
+    TIED,
+    UNQUANTIZED,
+    check_quantized_model,
+    exact_weights,
+    quantized_state,
+)
+from running import main_on_ranks, run_ranks
 from safetensors.torch import load_file, save_file
 
 import eval as evaluate
@@ -38,81 +45,9 @@ from ladder.checkpoints import checkpoint, rounding, writing
 from ladder.errors import InputError
 from ladder.kernels import compiling, quant_kernels, quant_linear, registry
 
-# groups of 32 make few parts of the MLP, so that ranks get unequal ones
-CONFIG = change(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160)
-INT8 = change(CONFIG, quant="int8")
-INT4 = change(CONFIG, quant="int4", group_size=32)
-KEPT = change(INT4, intermediate_size=172, not_quantized=("output", "w2"))  # 172 is no multiple of 32
-# with 3 heads of 16 columns a rank, groups of wo straddle the ranks' edges
-BIASED = change(INT4, n_kv_heads=8, qkv_bias=True, wo_bias=True, mlp_bias=True, heads={"qk_norm": True})
-TIED = change(INT4, tie_embeddings=True)
-MIXED = change(TIED, int8=("tok_embeddings", "w1"))
-GROUPS = change(INT8, group_size=16, qkv_bias=True, int8=("w1:32", "layers.1.feed_forward.w2:32"))
-SEVERAL = change(TIED, int8=("tok_embeddings:32", "w3", "layers.1.attention.wqkv:16", "layers.2.feed_forward.w2:16"))
-TABLE = change(INT8, tie_embeddings=True, not_quantized=("tok_embeddings",))
-NARROW = change(INT4, intermediate_size=64)  # two groups, for up to four ranks
-GEMMA_INT8, OLMO_INT4 = (change(c, **{**family, "rope_scaling": None}) for c, family in ((INT8, GEMMA), (INT4, OLMO)))
-GLM_INT8 = change(INT8, **{**GLM, "rope_scaling": None})  # which a cache could not hash
-CASES = {"gemma": GEMMA_INT8, "olmo": OLMO_INT4, "glm": GLM_INT8}
-CASES |= {
-    "int8": INT8,
-    "int4": INT4,
-    "kept": KEPT,
-    "biased": BIASED,
-    "mixed": MIXED,
-    "tied": TIED,
-    "table": TABLE,
-    "narrow": NARROW,
-    "groups": GROUPS,
-    "several": SEVERAL,
-}
-
-
-def exact_weights(config):
-    """What a model of floats has for the config."""
-    plain = change(config, quant=None, group_size=None, not_quantized=(), int8=())
-    return types.SimpleNamespace(read=random_model(plain).state_dict().get)
-
-
-def quantized_state(config):
-    """The state dict of random_model, quantized; that of a standard model, for any wiring."""
-    return _quantized_state(change(config, wiring="standard"))
-
-
-@functools.cache
-def _quantized_state(config):
-    read = quantize.quantized(exact_weights(config), config)
-    state = {name: read(name) for name in writing.shapes(config)}
-    for name in [name for name in state if name.endswith(".zeros")]:  # those of 8 bits would be 0
-        scales, q = (state[name.replace("zeros", part)] for part in ("scales", "weight"))
-        state[name] = state[name] if q.dtype == torch.uint8 else 3 * scales
-    return state
-
-
-def dequantized_state(config, state):
-    """The same in float64, written independently: number by number of the definition."""
-    result = {}
-    for name, tensor in state.items():
-        path, _, last = name.rpartition(".")
-        if last == "bias" or f"{path}.scales" not in state:
-            result[name] = tensor.double()
-        if last != "weight" or f"{path}.scales" not in state:
-            continue
-        q, scales, zeros = tensor, state[f"{path}.scales"], state.get(f"{path}.zeros")
-        if q.dtype == torch.uint8:  # the even column in the lower half
-            q = torch.stack([q[:, k // 2] >> 4 * (k % 2) & 15 for k in range(2 * q.shape[1])], 1)
-        group = [k * scales.shape[1] // q.shape[1] for k in range(q.shape[1])]
-        w = q.double() * scales.double()[:, group]
-        result[f"{path}.weight"] = w if zeros is None else w + zeros.double()[:, group]
-    return result
-
-
-def numbers(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
 
 def test_int8_is_within_half_a_step_of_float64():
-    w = numbers(40, 96) * torch.logspace(-6, 6, 40)[:, None]
+    w = randn(40, 96) * torch.logspace(-6, 6, 40)[:, None]
     w[3] = 0
     q, scales = rounding.to_int8(w)
     assert q.dtype == torch.int8 and scales.dtype == torch.bfloat16 and scales.shape == (40, 1)
@@ -136,7 +71,7 @@ def unpacked(packed, scales, zeros):
 
 @pytest.mark.parametrize("size, dtype, digits", [(32, torch.bfloat16, 6), (128, torch.float16, 2)])
 def test_the_fit_of_int4_is_better_than_16_steps_over_the_range(size, dtype, digits):
-    w = numbers(50, 256) * torch.logspace(-digits, digits, 50)[:, None] + 3
+    w = randn(50, 256) * torch.logspace(-digits, digits, 50)[:, None] + 3
     w[3] = 0.25  # a constant, which either dtype holds
     packed, scales, zeros = rounding.to_int4(w, size, dtype)
     assert packed.shape == (50, 128) and scales.shape == zeros.shape == (50, 256 // size)
@@ -155,7 +90,7 @@ def test_the_fit_of_int4_is_better_than_16_steps_over_the_range(size, dtype, dig
 def test_errors_make_up_for_one_another():
     """Each column is rounded after those that remain were fitted anew, in float64, to what the rounded ones lack."""
     N, K, size = 20, 128, 32
-    w, x = numbers(N, K), numbers(200, 20, seed=1) @ numbers(20, K, seed=2) + 0.3 * numbers(200, K, seed=3)
+    w, x = randn(N, K), randn(200, 20, seed=1) @ randn(20, K, seed=2) + 0.3 * randn(200, K, seed=3)
     x = x / x.abs().amax()  # as second_moments does
     importance, order, _ = moments = rounding.second_moments(1e19 * x[None])
     H = (x.double().T @ x.double() / len(x)).clone()
@@ -181,7 +116,7 @@ def test_errors_make_up_for_one_another():
 
 TEXT = torch.randint(3, BASE.vocab_size, (4, 12), generator=torch.Generator().manual_seed(5))
 TABLE_KEPT = {"not_quantized": ("tok_embeddings",), "intermediate_size": 160}  # its rows are floats in that run
-RUNS = zip((OLMO_INT4, INT4, BIASED, NARROW, INT4, INT4, INT4), ANY_TP[:7], strict=True)
+RUNS = zip((OLMO_INT4, INT4, BIASED_INT4, NARROW, INT4, INT4, INT4), ANY_TP[:7], strict=True)
 RUNS = [change(config, **TABLE_KEPT, **changes) for config, changes in RUNS]
 
 
@@ -191,13 +126,13 @@ def test_each_linear_gets_the_inputs_that_the_quantized_model_has(config, monkey
     monkeypatch.setattr(rounding, "second_moments", lambda x: inputs.append(x.clone()) or second_moments(x))
     read = quantize.quantized(exact_weights(config), config, TEXT)
     state = {n: read(n) for n in writing.shapes(config)}
-    net, theirs = tp.load_shard(config, StateWeights(state), torch.float32, "cpu"), []
+    net, theirs = shard(config, state=state), []
     for module in net.modules():
         if type(module) is quant_linear.QuantLinear:
             module.register_forward_pre_hook(lambda _, args: theirs.append(args[0]))
     with torch.no_grad():
         logits = net(TEXT)
-        fitted = tp.load_shard(config, StateWeights(quantized_state(config)), torch.float32, "cpu")(TEXT)
+        fitted = shard(config, state=quantized_state(config))(TEXT)
         exact = random_model(change(config, quant=None, group_size=None, not_quantized=()))(TEXT)
     theirs = [x for i, x in enumerate(theirs) if i == 0 or x is not theirs[i - 1]]  # w3 has those of w1
     assert len(inputs) == len(theirs) and all(map(functools.partial(torch.allclose, atol=1e-4), inputs, theirs))
@@ -207,7 +142,7 @@ def test_each_linear_gets_the_inputs_that_the_quantized_model_has(config, monkey
 @pytest.mark.parametrize("size, dtype", [(1, torch.float16), (1e-6, torch.bfloat16), (1e7, torch.bfloat16)])
 def test_scales_are_float16_unless_bfloat16_is_nearer(size, dtype):
     """Of weights so large that float16 overflows, or so small that it has few bits, in one matrix of a model."""
-    state, name = dict(random_model(CONFIG).state_dict()), "layers.1.feed_forward.w2"
+    state, name = dict(random_model(UNQUANTIZED).state_dict()), "layers.1.feed_forward.w2"
     state[f"{name}.weight"] = exact = size * state[f"{name}.weight"]
     read = quantize.quantized(types.SimpleNamespace(read=state.get), INT4)
     stored = [read(f"{name}.{part}") for part in ("weight", "scales", "zeros")]
@@ -222,26 +157,13 @@ def test_older_checkpoints_have_scales_in_bfloat16(ranks):
     config, kept = change(INT4, wiring="ladder"), ("scales", "zeros")
     state = {n: t.bfloat16() if n.endswith(kept) else t for n, t in quantized_state(config).items()}
     half = {n: t.half() if n.endswith(kept) else t for n, t in state.items()}  # which holds these exactly
-    results = [run_ranks(ranks, helpers.rank_logits, config, s, torch.bfloat16) for s in (state, half)]
+    results = [run_ranks(ranks, rank_logits, config, s, torch.bfloat16) for s in (state, half)]
     for old, new in zip(*results, strict=True):
         assert (old - new).abs().max() < 0.05 * old.abs().max()
     for stored, dtype in (state, torch.bfloat16), (half, torch.float16):
-        net = tp.load_shard(config, StateWeights(stored), torch.bfloat16, "cpu")
+        net = shard(config, None, torch.bfloat16, stored)
         assert net.layers[0].attention.wo.scales.dtype == dtype
-        assert tp.load_shard(config, StateWeights(stored), torch.float32, "cpu").output.scales.dtype == torch.float32
-
-
-def integers(N, K, size, seed=0):
-    """weight, scales, zeros with the extremes of their range among them. Some sizes have scales in float16."""
-    generator = torch.Generator().manual_seed(N + K + seed)
-    if size is None:
-        weight = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
-        weight[0] = 127
-        return weight, (numbers(N, 1).abs() + 0.1).bfloat16(), None
-    weight = torch.randint(0, 256, (N, K // 2), generator=generator, dtype=torch.uint8)
-    weight[0] = 255
-    dtype = torch.float16 if size in (16, 64) else torch.bfloat16
-    return weight, (numbers(N, K // size).abs() + 0.1).to(dtype), numbers(N, K // size).to(dtype)
+        assert shard(config, state=stored).output.scales.dtype == torch.float32
 
 
 def test_a_rank_without_rows_of_the_output_head():
@@ -250,73 +172,38 @@ def test_a_rank_without_rows_of_the_output_head():
     registry.use(quant_kernels.KERNELS["cpu"])
     for use in (lambda net: None), compiling.use_decode_kernels:
         use(net)
-        assert net.output(numbers(2, 40, 64).bfloat16()).shape == (2, 40, 0)
+        assert net.output(randn(2, 40, 64).bfloat16()).shape == (2, 40, 0)
 
 
-def int_shard(config, dtype, world=None):
-    """The shard of a rank of the world, or the whole model."""
-    weights, (rank, shares) = StateWeights(quantized_state(config)), (world.rank, world.shares) if world else (0, (1,))
-    net = tp.load_shard(config, weights, dtype, "cpu", rank, shares)
-    if world:
-        net.comm = tp.TensorParallel(config, world.shares, world.group)
-    return net
-
-
-@functools.cache
-def expected_logits(config):
-    """What a float64 model of the numbers makes of unequal_rows: (4, V) of each row."""
-    exact = dequantized_state(config, quantized_state(config))
-    if config.tie_embeddings:
-        exact["output.weight"] = exact["tok_embeddings.weight"]
-    reference, rows = Reference(config, exact), zip(*unequal_rows(config), strict=True)
-    return [torch.from_numpy(reference.logits(row[:length]))[-4:] for row, length in rows]
-
-
-def check_model(config, dtype, tolerance, fast=False, compile=False):
-    """Check that the logits of a quantized model are those that its numbers say; return it and its kernels' counts.
-
-    fast: with the kernels of skinny_gemm.cpp.
-    """
-    net = int_shard(config, dtype)
-    registry.use(quant_kernels.KERNELS["cpu"])
-    for _ in range(2 * fast):  # as for two Runners of one model: the second changes nothing
-        compiling.use_decode_kernels(net)
-    with counted_kernels() as counts:
-        logits = last_logits(net, *unequal_rows(config), compile=compile)
-    for row, expected in zip(logits, expected_logits(config), strict=True):
-        assert (row - expected).abs().max() < tolerance * expected.abs().max()
-    return net, counts
-
-
-@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("config", QUANTIZED.values(), ids=QUANTIZED)
 def test_a_quantized_model_computes_what_its_numbers_say(config, monkeypatch):
     monkeypatch.setattr(quant_linear, "INT8_KERNEL_ROWS", 8)  # more in prefill, fewer in decode
     monkeypatch.setattr(quant_linear, "DEQUANTIZED_AT_ONCE", 700)  # several pieces of each matrix
     for dtype, tolerance in (torch.float32, 1e-4), (torch.float16, 0.01), (torch.bfloat16, 0.06):
-        check_model(config, dtype, tolerance)
+        check_quantized_model(config, dtype, tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
 def test_compiled_it_does_with_pytorchs_kernels_too(config, monkeypatch):
     monkeypatch.setattr(compiling.loading, "use_kernels", lambda model: None)
-    check_model(change(config, n_layers=1), torch.bfloat16, 0.06, compile=True)
+    check_quantized_model(change(config, n_layers=1), torch.bfloat16, 0.06, compile=True)
 
 
-def rank_logits(world, cases, tokens, lengths, compile):
+def logits_of_integers(world, cases, tokens, lengths, compile):
     out = []
     for config, dtype in cases:
-        net = int_shard(config, dtype, world)
+        net = shard(config, world, dtype, quantized_state(config))
         registry.use(quant_kernels.KERNELS["cpu"])
         out.append(last_logits(net, tokens, lengths, compile=compile))
     return out
 
 
 def check_ranks(shares, cases, compile=False):
-    tokens, lengths = unequal_rows(CONFIG)
-    ranks = run_ranks(shares, rank_logits, cases, tokens, lengths, compile)
+    tokens, lengths = unequal_rows(UNQUANTIZED)
+    ranks = run_ranks(shares, logits_of_integers, cases, tokens, lengths, compile)
     for i, (config, dtype) in enumerate(cases):
-        expected = last_logits(int_shard(config, torch.float32), tokens, lengths)
+        expected = last_logits(shard(config, state=quantized_state(config)), tokens, lengths)
         tolerance = 1e-4 if dtype == torch.float32 else 0.06
         for logits in ranks:
             assert (logits[i] - expected).abs().max() < tolerance * expected.abs().max(), config
@@ -325,7 +212,7 @@ def check_ranks(shares, cases, compile=False):
 @pytest.mark.parametrize("shares", [2, 3, 4, (3, 1), (1, 2, 1)], ids=str)
 def test_any_tp_computes_what_one_device_does(shares):
     """Each kind of integers, each in another wiring."""
-    cases = [change(config, **changes) for config, changes in zip(CASES.values(), ANY_TP, strict=False)]
+    cases = [change(config, **changes) for config, changes in zip(QUANTIZED.values(), ANY_TP, strict=False)]
     check_ranks(shares, [(c, torch.float32) for c in cases] + [(c, torch.bfloat16) for c in (INT8, INT4)])
 
 
@@ -345,9 +232,8 @@ def test_int4_cuts_the_mlp_between_groups_or_their_halves(tp_size, multiple):
 def folder(tmp_path_factory):
     """A checkpoint with widths that all group sizes divide, and a tokenizer (the demo's, whose vocabulary it has)."""
     path = tmp_path_factory.mktemp("quantize") / "plain"
-    path.mkdir()
-    config = change(CONFIG, dim=128, intermediate_size=256, vocab_size=1024, head_dim=16, wiring="ladder")
-    write_model(path, config, random_model(config).state_dict(), torch.bfloat16)
+    config = change(UNQUANTIZED, dim=128, intermediate_size=256, vocab_size=1024, head_dim=16, wiring="ladder")
+    write_model(path, config, dtype=torch.bfloat16)
     writing.copy_tokenizer(ROOT / "demo", path)
     return path
 
@@ -394,14 +280,11 @@ def test_the_text_is_a_file_its_own_or_none(folder, tmp_path, capsys):
     none, file, again, own = run("a", "--text", "none"), run("b", "--text", story), run("c", "--text", story), run("d")
     assert torch.equal(file, again) and all((a != b).any() for a, b in ((none, file), (none, own), (file, own)))
     lanes = change(checkpoint.read_config(folder), wiring="spd/2", tie_embeddings=True)
-    (tmp_path / "lanes").mkdir()
-    write_model(tmp_path / "lanes", lanes, random_model(lanes).state_dict(), torch.bfloat16)
+    write_model(tmp_path / "lanes", lanes, dtype=torch.bfloat16)
     run("e", source=tmp_path / "lanes")
     assert "wiring spd/2: quantized without a text\n" in capsys.readouterr().err
     assert checkpoint.read_config(tmp_path / "e").int8 == ("tok_embeddings",)
-    (plain := tmp_path / "plain").mkdir()
-    config = change(lanes, wiring="standard")
-    write_model(plain, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(plain := tmp_path / "plain", change(lanes, wiring="standard"), dtype=torch.bfloat16)
     with pytest.raises(InputError, match=r"plain has no tokenizer, which --text .*story needs$"):
         run("f", "--text", story, source=plain)
     story.write_text("Once")
@@ -415,9 +298,7 @@ def test_bad_checkpoints_are_one_clear_line(tmp_path):
         flags = "--checkpoint", source, "--mode", "int4", "--out", tmp_path / "int4", "--group-size", "32", *flags
         quantize.main([str(flag) for flag in flags])
 
-    (odd := tmp_path / "odd").mkdir()
-    config = change(CONFIG, intermediate_size=172)
-    write_model(odd, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(odd := tmp_path / "odd", change(UNQUANTIZED, intermediate_size=172), dtype=torch.bfloat16)
     with pytest.raises(InputError, match=r"^group size 32 does not divide the columns of w2 \(172\): keep w2$"):
         run(odd)
     matrices = r"wqkv \(64\), w1 \(64\), w3 \(64\), output \(64\), w2 \(172\): keep tok_embeddings,wqkv,w1,w3,output,w2"

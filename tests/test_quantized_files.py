@@ -15,20 +15,40 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from file_edits import changed_bytes, changed_json, edit_config, edit_state, refused
 from gguf import GGMLQuantizationType as Type
-from helpers import folder_logits, last_logits, run_ranks, train_tokenizer, unequal_rows
+from helpers import folder_logits, last_logits, train_tokenizer, unequal_rows
+from hf_folders import (
+    FOLDED,
+    HF_FAMILIES,
+    LLAMA3_ROPE,
+    TOKENS,
+    YARN_ROPE,
+    check_parity,
+    config_from_values,
+    convert,
+    hf_model,
+    randomize_vectors,
+)
+from quantized_folders import (
+    BLOCKS,
+    COMPRESSED,
+    FORMATS,
+    fp8,
+    mxfp4,
+    pack_quantized,
+    write_quantized,
+)
+from quantized_models import E4M3_VALUES
+from running import run_ranks
 from safetensors.torch import load, load_file, save, save_file
-from test_convert import FAMILIES, FOLDED, LLAMA3_ROPE, TOKENS, YARN, check_parity, convert, hf_model, shaken
-from test_fp8 import VALUES
-from test_fuzz import changed_bytes, changed_json
-from test_hostile import refused
 
 import convert_hf_checkpoint
 from ladder.architectures.heads import Heads
 from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
 from ladder.kernels.quant_linear import dequantize, unpack
-from ladder.sources import gguf_file, huggingface
+from ladder.sources import gguf_file
 from ladder.text.byte_pairs import LLAMA3_PATTERN
 from ladder.text.tokenizer import load_tokenizer
 
@@ -42,150 +62,14 @@ def model(class_name="LlamaConfig", **changes):
     return hf_model((class_name, {**SHAPE, **changes}))
 
 
-def in_groups(w, size, symmetric=False, seed=0):
-    """Integers q (N, K), scales (N, G) in float16, and zero points (N, G): W is about s (q - z)."""
-    w = w.double().numpy().reshape(len(w), -1, size)
-    low, high = np.minimum(w.min(-1), 0), np.maximum(w.max(-1), 0)
-    s = np.abs(w).max(-1) / 7.5 if symmetric else (high - low) / 15
-    s = np.maximum(s, 1e-5).astype(np.float16)
-    z = np.full(s.shape, 8) if symmetric else np.round(-low / s).clip(1, 15).astype(int)
-    if symmetric:  # legal, and some tools write them
-        s[::3] *= -1
-    return np.round(w / s[..., None] + z[..., None]).clip(0, 15).astype(int).reshape(len(w), -1), s, z
-
-
-def exact(q, s, z, index=None):
-    """W in float64: s (q - z), each column in the group that index names."""
-    index = np.arange(q.shape[1]) // (q.shape[1] // s.shape[1]) if index is None else index
-    return torch.from_numpy(s.astype(float)[:, index] * (q - z[:, index]))
-
-
-def int32(words):
-    return torch.from_numpy((words % 2**32).astype(np.uint32).view(np.int32).copy())
-
-
-def packed(values, places):
-    """(rows, M) whole numbers -> (rows, M / 8) words, number places[i] of eight in the i-th nibble."""
-    eights = values.reshape(len(values), -1, 8).astype(np.int64)
-    return int32(sum(eights[:, :, place] << 4 * i for i, place in enumerate(places)))
-
-
 # Each format: (W, seed) -> ({part of the name: tensor}, W in float64, q or None)
-
-
-def awq(w, seed):
-    q, s, z = in_groups(w, 64, seed=seed)
-    order = 0, 2, 4, 6, 1, 3, 5, 7
-    parts = {"qweight": packed(q.T, order), "qzeros": packed(z.T, order), "scales": torch.from_numpy(s.T.copy())}
-    return parts, exact(q, s, z), q
-
-
-def gptq(w, seed, version=1, act_order=False):
-    q, s, z = in_groups(w, 128, seed=seed)
-    index = np.arange(q.shape[1]) // 128
-    if act_order:
-        np.random.default_rng(seed).shuffle(index)
-    parts = {"qweight": packed(q, range(8)).T.contiguous(), "qzeros": packed((z - (version == 1)).T, range(8))}
-    parts |= {"scales": torch.from_numpy(s.T.copy()), "g_idx": torch.from_numpy(index).int()}
-    return parts, exact(q, s, z, index), q
-
-
-def gptq_in_8_bits(w, seed, columns=None, symmetric=True):
-    """In groups of so many columns, or with a scale for each row; not symmetric: zero points from 100 on."""
-    N, K = w.shape
-    groups = w.view(N, -1, columns or K).double().numpy()
-    s = (np.abs(groups).max(-1) / 127).astype(np.float16)
-    z = np.full(s.shape, 128) if symmetric else 100 + np.arange(s.size).reshape(s.shape) % 56
-    q = np.round(groups / s[..., None] + z[..., None]).clip(1, 255).astype(int).reshape(N, K)
-
-    def words(values):
-        return int32(sum(values.reshape(len(values), -1, 4)[:, :, i].astype(np.int64) << 8 * i for i in range(4)))
-
-    parts = {"qweight": words(q).T.contiguous(), "qzeros": words(z.T - 1), "scales": torch.from_numpy(s.T.copy())}
-    return parts, exact(q, s, z), q - 128
-
-
-def pack_quantized(w, seed, symmetric=True, act_order=False, size=32):
-    q, s, z = in_groups(w, size, symmetric, seed)
-    parts = {"weight_packed": packed(q, range(8)), "weight_scale": torch.from_numpy(s)}
-    parts |= {"weight_shape": torch.tensor(w.shape)}
-    if not symmetric:
-        parts["weight_zero_point"] = packed(z.T, range(8)).T.contiguous()
-    if act_order:
-        index = np.random.default_rng(seed).permutation(np.arange(w.shape[1]) // 32)
-        parts["weight_g_idx"] = torch.from_numpy(index).int()
-        return parts, exact(q, s, z, index), q
-    return parts, exact(q, s, z), q
-
-
-def fp8(w, seed, rows=1, columns=None, name="weight_scale", shape=None, scale_of=lambda least: least):
-    """In blocks of so many rows and columns; the last ones may be smaller. scale_of(the least scale that fits)."""
-    N, K = w.shape
-    rows, columns = rows or N, columns or K
-    scales = torch.empty(math.ceil(N / rows), math.ceil(K / columns))
-    stored, result = torch.empty(N, K, dtype=torch.float8_e4m3fn), torch.empty(N, K, dtype=torch.float64)
-    for i in range(len(scales)):
-        for j in range(len(scales[0])):
-            at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-            scales[i, j] = scale_of(w[at].abs().max() / 448)
-            stored[at] = (w[at] / scales[i, j]).to(stored.dtype)
-            result[at] = stored[at].double() * scales[i, j].double()
-    extra = {} if shape is None else {"input_scale": torch.ones(1)}
-    return {"weight": stored, name: scales.view(scales.shape if shape is None else shape), **extra}, result, None
-
-
-def block_fp8(w, seed):
-    return fp8(w, seed, 128, 128, "weight_scale_inv")
-
-
-COMPRESSED = {"quant_method": "compressed-tensors"}
-BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-FORMATS = {  # name: (a format, quantization_config, group size of int4 or "int8 in" one of int8, or "fp8")
-    "AWQ": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 64}, 64),
-    "GPTQ": (gptq, {"quant_method": "gptq", "bits": 4}, 128),
-    "GPTQ 2": (lambda w, s: gptq(w, s, 2), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, 128),
-    "GPTQ, act-order": (lambda w, s: gptq(w, s, act_order=True), {"quant_method": "gptq", "desc_act": True}, None),
-    "GPTQ, 8 bits": (gptq_in_8_bits, {"quant_method": "gptq", "bits": 8}, "int8 in 128"),  # rows become several groups
-    "GPTQ, 8 bits, groups": (
-        lambda w, s: gptq_in_8_bits(w, s, 32, False), {"quant_method": "gptq", "bits": 8}, "int8 in 32",
-    ),
-    "pack-quantized": (pack_quantized, COMPRESSED, 32),
-    "pack-quantized, asymmetric": (lambda w, i: pack_quantized(w, i, False), COMPRESSED, 32),
-    "pack-quantized, rows": (lambda w, i: pack_quantized(w, i, size=w.shape[1]), COMPRESSED, 128),  # become several
-    "pack-quantized, act-order": (lambda w, i: pack_quantized(w, i, act_order=True), COMPRESSED, None),
-    "FP8, blocks": (block_fp8, BLOCKS, "fp8 anew"),
-    "FP8, rows": (fp8, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {}}}}, "fp8"),
-    "FP8, tensors": (lambda w, s: fp8(w, s, None, shape=()), {"quant_method": "fp8"}, "fp8"),
-}  # fmt: skip
-
-
-def write(folder, theirs, make, settings, chosen=lambda name: name.endswith("_proj.weight")):
-    """Write a model as a Hugging Face folder whose chosen tensors are quantized, and dequantize them in the model.
-
-    Returns {name of a matrix: q}.
-    """
-    folder.mkdir()
-    values, state, integers = theirs.config.to_dict(), {}, {}
-    with torch.no_grad():
-        for seed, (name, w) in enumerate(theirs.state_dict().items()):
-            if chosen(name):
-                parts, result, q = make(w, seed)
-                integers[name.removesuffix(".weight")] = q
-                separator = "." if name.endswith(".weight") else "_"
-                state |= {name.removesuffix(".weight") + separator + part: t.clone() for part, t in parts.items()}
-                w.copy_(result)
-            elif name != "lm_head.weight" or not theirs.config.tie_word_embeddings:
-                state[name] = w.clone()
-    save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": settings}))
-    return integers
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_of_safetensors_folders(name, tmp_path, capsys):
     make, settings, group_size = FORMATS[name]
     theirs = model(tie_word_embeddings=name == "AWQ", attention_bias=name == "AWQ")
-    integers = write(tmp_path / "hf", theirs, make, settings)
+    integers = write_quantized(tmp_path / "hf", theirs, make, settings)
     check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
     assert "dequantized to float32: " in capsys.readouterr().out
     ours = convert(tmp_path / "hf", tmp_path / "ours")
@@ -227,7 +111,9 @@ def test_blocks_of_e4m3_become_rows_and_the_line_says_what_that_changes(power_of
         return fp8(w * torch.logspace(-2, 0, len(w))[:, None], seed, 128, 128, "weight_scale_inv", None, scale_of)
 
     chosen = [f"layers.{i}.{name}" for i in range(2) for name in ("self_attn.", "mlp.gate", "mlp.up", "mlp.down")][:-1]
-    write(tmp_path / "hf", theirs, make, BLOCKS, lambda name: "_proj" in name and any(part in name for part in chosen))
+    write_quantized(
+        tmp_path / "hf", theirs, make, BLOCKS, lambda name: "_proj" in name and any(part in name for part in chosen)
+    )
     check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
     capsys.readouterr()
     convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
@@ -237,7 +123,7 @@ def test_blocks_of_e4m3_become_rows_and_the_line_says_what_that_changes(power_of
         w, q, s = (weights.read(f"{name}.{part}").double()
                    for weights, part in ((exact, "weight"), (ours, "weight"), (ours, "scales")))  # fmt: skip
         assert (s >= w.abs().amax(1, keepdim=True) / 448).all()
-        assert torch.equal((q * s - w).abs(), (VALUES * s[..., None] - w[..., None]).abs().amin(-1))
+        assert torch.equal((q * s - w).abs(), (E4M3_VALUES * s[..., None] - w[..., None]).abs().amin(-1))
         squares += torch.stack([(q * s - w).square().sum(), w.square().sum()])
     change = (squares[0] / squares[1]).sqrt().item()
     assert change < 1e-4 if power_of_two else 0.02 < change < 0.03
@@ -283,7 +169,7 @@ def check_integers(folder, theirs, integers):
 
 def test_two_ranks_compute_what_one_does(tmp_path):
     make, settings, _ = FORMATS["pack-quantized, asymmetric"]
-    write(tmp_path / "hf", model(), make, settings)
+    write_quantized(tmp_path / "hf", model(), make, settings)
     convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
     (whole,), shards = (run_ranks(n, folder_logits, tmp_path / "ours") for n in (1, 2))
     assert whole.std() > 0.1 and all((shard - whole).abs().max() < 1e-4 for shard in shards)
@@ -293,7 +179,7 @@ def test_larger_groups_become_several_of_the_smallest(tmp_path):
     def make(w, seed):
         return pack_quantized(w, seed, False, size=(128, 64, 32)[seed % 3])
 
-    integers = write(tmp_path / "hf", theirs := model(), make, COMPRESSED)
+    integers = write_quantized(tmp_path / "hf", theirs := model(), make, COMPRESSED)
     ours = convert(tmp_path / "hf", tmp_path / "ours")
     assert ours.config.group_size == 32 and {*ours.config.not_quantized} == {"tok_embeddings", "output"}
     check_integers(tmp_path / "ours", theirs, integers)
@@ -302,7 +188,9 @@ def test_larger_groups_become_several_of_the_smallest(tmp_path):
 def test_what_is_not_quantized_alike_everywhere_is_dequantized(tmp_path, capsys):
     theirs, (make, settings, _) = model(), FORMATS["GPTQ"]
     reordered = FORMATS["GPTQ, act-order"][0]
-    write(tmp_path / "hf", theirs, lambda w, i: (reordered if len(w) == 384 and i < 9 else make)(w, i), settings)
+    write_quantized(
+        tmp_path / "hf", theirs, lambda w, i: (reordered if len(w) == 384 and i < 9 else make)(w, i), settings
+    )
     ours = convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
     assert {*ours.config.not_quantized} == {"tok_embeddings", "output", "wqkv", "wo", "w2"}
     assert "dequantized to float32: 3 of GPTQ, all of wqkv, all of wo, all of w2\n" in capsys.readouterr().out
@@ -314,7 +202,7 @@ def test_what_is_not_quantized_alike_everywhere_is_dequantized(tmp_path, capsys)
     ("AWQ", torch.uint8), ("FP8, rows", torch.float8_e4m3fn), ("FP8, blocks", torch.float8_e4m3fn),
 ])  # fmt: skip
 def test_experts_one_by_one_or_together(form, dtype, family, tmp_path):
-    theirs = shaken(hf_model((family, {**EXPERTS, "head_dim": 64})))
+    theirs = randomize_vectors(hf_model((family, {**EXPERTS, "head_dim": 64})))
     theirs.save_pretrained(tmp_path / "plain")
     make, settings, _ = FORMATS[form]
     twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
@@ -358,11 +246,11 @@ def put(twin, name, w):
 NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 NARROW |= {"num_key_value_heads": 2, "head_dim": 16}
 NARROW_EXPERTS = {**NARROW, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-LONG = FAMILIES["phi3, long"][1]["rope_parameters"]
+LONG = HF_FAMILIES["phi3, long"][1]["rope_parameters"]
 LONG = {**LONG, "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5], "long_factor": [1.2, 3.0, 8.0, 9.0, 9.5, 10.0]}
 ARCHITECTURES = {  # name in GGUF, what transformers has of it
     "llama": ("llama", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
-    "llama, yarn": ("llama", "LlamaConfig", {"rope_parameters": YARN}),
+    "llama, yarn": ("llama", "LlamaConfig", {"rope_parameters": YARN_ROPE}),
     "mixtral": ("llama", "MixtralConfig", NARROW_EXPERTS),
     "qwen2": ("qwen2", "Qwen2Config", {"tie_word_embeddings": True}), "qwen3": ("qwen3", "Qwen3Config", {}),
     "qwen3moe": ("qwen3moe", "Qwen3MoeConfig", {**NARROW_EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True}),
@@ -644,41 +532,14 @@ def test_split_gguf_files(tmp_path):
     refused("m-00001-of-00002.gguf: No such file", convert, tmp_path / "m-00002-of-00002.gguf", tmp_path / "other")
 
 
-def mxfp4(w, seed):
-    """Draw an MXFP4 matrix of w's shape (E, N, K): its parts, what they mean, and no integers."""
-    draw, table = np.random.default_rng(seed), [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-    q, e = draw.integers(0, 16, w.shape), draw.integers(120, 124, (*w.shape[:-1], w.shape[-1] // 32))
-    pairs = q.reshape(*e.shape, 16, 2)
-    parts = {"blocks": pairs[..., 0] | pairs[..., 1] << 4, "scales": e}
-    result = torch.from_numpy(np.array(table)[q] * np.repeat(2.0 ** (e - 127), 32, -1))
-    return {part: torch.from_numpy(value.astype(np.uint8)) for part, value in parts.items()}, result, None
-
-
 def test_mxfp4_of_all_experts_together(tmp_path):
     """gpt-oss's layout, of experts whose gate and up are one after the other."""
-    theirs = shaken(hf_model(("Qwen3MoeConfig", {**NARROW_EXPERTS, "moe_intermediate_size": 32})))
-    write(tmp_path / "hf", theirs, mxfp4, {"quant_method": "mxfp4"}, lambda name: ".experts." in name)
+    theirs = randomize_vectors(hf_model(("Qwen3MoeConfig", {**NARROW_EXPERTS, "moe_intermediate_size": 32})))
+    write_quantized(tmp_path / "hf", theirs, mxfp4, {"quant_method": "mxfp4"}, lambda name: ".experts." in name)
     check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32"), theirs)
 
 
 # ---- Bad input ----
-
-
-def with_config(**changes):
-    def edit(folder):
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return edit
-
-
-def with_tensors(change):
-    def edit(folder):
-        state = load_file(folder / "model.safetensors")
-        change(state)
-        save_file(state, folder / "model.safetensors")
-
-    return edit
 
 
 Q = "model.layers.1.self_attn.q_proj."
@@ -692,38 +553,38 @@ def as_bare_integers(state):
 
 
 def halved(name):
-    return with_tensors(lambda state: state.update({Q + name: state[Q + name][: len(state[Q + name]) // 2].clone()}))
+    return lambda state: state.update({Q + name: state[Q + name][: len(state[Q + name]) // 2].clone()})
 
 
-BAD = {  # (format, what is wrong, message)
-    "another method": ("AWQ", with_config(quantization_config={"quant_method": "hqq"}), "'hqq' is not read, only awq,"),
-    "bitsandbytes": ("AWQ", with_config(quantization_config={"quant_method": "bitsandbytes"}), r"m.dequantize\(\)"),
-    "no object": ("AWQ", with_config(quantization_config=[4]), "quant_method None is not read"),
-    "AWQ's other version": ("AWQ", with_config(quantization_config={**AWQ, "version": "gemv"}), "only version 'gemm'"),
-    "3 bits": ("GPTQ", with_config(quantization_config={**GPTQ, "bits": 3}), "of bits is 4, but .* says 3"),
-    "marlin": ("GPTQ", with_config(quantization_config={**GPTQ, "checkpoint_format": "marlin"}), "'marlin' of GPTQ"),
-    "no scales": ("AWQ", with_tensors(lambda s: s.pop(f"{Q}scales")), "q_proj has no scales"),
-    "no FP8 scales": ("FP8, rows", with_tensors(lambda s: s.pop(f"{Q}weight_scale")), "but its scales are missing"),
-    "no int8 scales": ("FP8, rows", with_tensors(as_bare_integers), "but its scales are missing"),
-    "no block size": ("FP8, blocks", with_config(quantization_config={"quant_method": "fp8"}), "_size is missing"),
-    "no order": ("GPTQ, act-order", with_tensors(lambda s: s.pop(f"{Q}g_idx")), "q_proj: has no g_idx"),
+BAD = {  # (format, another quantization_config or an edit of the state dict, message)
+    "another method": ("AWQ", {"quant_method": "hqq"}, "'hqq' is not read, only awq,"),
+    "bitsandbytes": ("AWQ", {"quant_method": "bitsandbytes"}, r"m.dequantize\(\)"),
+    "no object": ("AWQ", [4], "quant_method None is not read"),
+    "AWQ's other version": ("AWQ", {**AWQ, "version": "gemv"}, "only version 'gemm'"),
+    "3 bits": ("GPTQ", {**GPTQ, "bits": 3}, "of bits is 4, but .* says 3"),
+    "marlin": ("GPTQ", {**GPTQ, "checkpoint_format": "marlin"}, "'marlin' of GPTQ"),
+    "no scales": ("AWQ", lambda s: s.pop(f"{Q}scales"), "q_proj has no scales"),
+    "no FP8 scales": ("FP8, rows", lambda s: s.pop(f"{Q}weight_scale"), "but its scales are missing"),
+    "no int8 scales": ("FP8, rows", as_bare_integers, "but its scales are missing"),
+    "no block size": ("FP8, blocks", {"quant_method": "fp8"}, "_size is missing"),
+    "no order": ("GPTQ, act-order", lambda s: s.pop(f"{Q}g_idx"), "q_proj: has no g_idx"),
     "rotated": (
-        "pack-quantized", with_config(quantization_config={**COMPRESSED, "transform_config": {"a": 1}}), "rotates",
+        "pack-quantized", {**COMPRESSED, "transform_config": {"a": 1}}, "rotates",
     ),
     "no zero points": (
-        "pack-quantized", with_config(quantization_config={**COMPRESSED, "config_groups": {"0": ASYMMETRIC}}),
+        "pack-quantized", {**COMPRESSED, "config_groups": {"0": ASYMMETRIC}},
         "has no weight_zero_point",
     ),
-    "huge shape": ("pack-quantized", with_tensors(lambda s: s[f"{Q}weight_shape"].fill_(2**31 - 1)), "do not fit"),
-    "NaN scales": ("AWQ", with_tensors(lambda s: s[f"{Q}scales"].fill_(math.nan)), "q_proj.scales, .*NaN or infinite"),
+    "huge shape": ("pack-quantized", lambda s: s[f"{Q}weight_shape"].fill_(2**31 - 1), "do not fit"),
+    "NaN scales": ("AWQ", lambda s: s[f"{Q}scales"].fill_(math.nan), "q_proj.scales, .*NaN or infinite"),
     "half the columns": ("GPTQ", halved("qweight"), "q_proj"),
     "infinite scales": (
-        "FP8, blocks", with_tensors(lambda s: s[f"{Q}weight_scale_inv"].fill_(math.inf)), "NaN or infinite"
+        "FP8, blocks", lambda s: s[f"{Q}weight_scale_inv"].fill_(math.inf), "NaN or infinite"
     ),
     "half of FP8's scales": ("FP8, blocks", halved("weight_scale_inv"), r"scales \(1, 3\) do not fit a weight"),
     "half of the zero points": ("AWQ", halved("qzeros"), "do not fit scales"),
     "one scale more": (
-        "pack-quantized", with_tensors(lambda s: s.update({f"{Q}weight_global_scale": torch.ones(1)})),
+        "pack-quantized", lambda s: s.update({f"{Q}weight_global_scale": torch.ones(1)}),
         "weight_global_scale that is no part",
     ),
 }  # fmt: skip
@@ -731,19 +592,22 @@ BAD = {  # (format, what is wrong, message)
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_folders_are_one_line_and_leave_nothing(case, tmp_path):
-    name, spoil, message = BAD[case]
-    write(tmp_path / "hf", model(), *FORMATS[name][:2])
-    spoil(tmp_path / "hf")
+    name, wrong, message = BAD[case]
+    write_quantized(tmp_path / "hf", model(), *FORMATS[name][:2])
+    if callable(wrong):
+        edit_state(tmp_path / "hf", wrong)
+    else:
+        edit_config(tmp_path / "hf", quantization_config=wrong)
     with pytest.raises(InputError, match=rf"^[^\n]*{message}[^\n]*$"):
         convert(tmp_path / "hf", tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_zeros_that_autogptq_adds_as_biases_are_dropped(tmp_path):
-    write(tmp_path / "hf", theirs := model(), *FORMATS["GPTQ"][:2])
-    with_tensors(lambda s: s.update({f"{Q}bias": torch.zeros(384)}))(tmp_path / "hf")
+    write_quantized(tmp_path / "hf", theirs := model(), *FORMATS["GPTQ"][:2])
+    edit_state(tmp_path / "hf", lambda s: s.update({f"{Q}bias": torch.zeros(384)}))
     check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--to-float", "--dtype", "float32"), theirs)
-    with_tensors(lambda s: s[f"{Q}bias"].fill_(1))(tmp_path / "hf")
+    edit_state(tmp_path / "hf", lambda s: s[f"{Q}bias"].fill_(1))
     refused("q_proj.bias that is no part", convert, tmp_path / "hf", tmp_path / "other")
 
 
@@ -756,11 +620,11 @@ def test_a_quantized_head_is_tied_if_all_of_it_is_the_embedding_table(tmp_path, 
             state[f"lm_head.{part}"] = state[f"model.embed_tokens.{part}"].clone()
 
     theirs = model(tie_word_embeddings=True)
-    write(tmp_path / "hf", theirs, *FORMATS["pack-quantized"][:2], quantized)
-    with_tensors(copy_the_table)(tmp_path / "hf")
+    write_quantized(tmp_path / "hf", theirs, *FORMATS["pack-quantized"][:2], quantized)
+    edit_state(tmp_path / "hf", copy_the_table)
     tied = convert(tmp_path / "hf", tmp_path / "tied")
     assert tied.config.tie_embeddings and tied.config.not_quantized == ()
-    with_tensors(lambda s: s["lm_head.weight_scale"].mul_(2))(tmp_path / "hf")
+    edit_state(tmp_path / "hf", lambda s: s["lm_head.weight_scale"].mul_(2))
     untied = convert(tmp_path / "hf", tmp_path / "untied")
     assert not untied.config.tie_embeddings and untied.config.not_quantized == ()
     assert "lm_head.weight is a tensor of its own" in capsys.readouterr().out
@@ -792,8 +656,7 @@ def test_absent_values_of_gguf_have_the_defaults_of_llama_cpp(architecture, tmp_
     more |= {"expert_feed_forward_length": 8} if architecture == "qwen3moe" else {}
     more |= {"logit_scale": 1.0, "rope.scaling.factor": 4.0} if architecture == "granite" else {}
     values = gguf_config("llama" if architecture == "mixtral" else architecture, **more)
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    config = huggingface.config_from_hf(tmp_path / "config.json")
+    config = config_from_values(tmp_path, values)
     assert (config.rope_theta, config.n_kv_heads, config.head_dim, config.max_seq_len) == (
         1e4, 2, 4, 32 if architecture == "granite" else 8,
     )  # fmt: skip
@@ -874,7 +737,7 @@ def test_changed_files_work_or_are_refused_in_one_line(number, tmp_path):
         train = own_tokenizer(tmp_path, "smollm")[1] if number % 2 else None
         write_gguf(source, theirs, "llama", Type.Q4_1, tokenizer=train)
     else:
-        write(source, theirs, *FORMATS[name][:2])
+        write_quantized(source, theirs, *FORMATS[name][:2])
     files = (
         {f: (source / f).read_bytes() for f in (file, "config.json")}
         if source.is_dir()

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BASE, GEMMA, change, greedy_tokens, p_value, random_model, run_ranks, write_model
-from test_training import Letters, _train, check_alike, check_resumption, fresh, losses_of, retrain, trainee_like  # noqa: F401
+from configs import BASE, GEMMA, change
+from helpers import greedy_tokens, p_value, random_model, write_model
+from running import run_ranks
+from training_runs import Letters, check_resumption, check_same_run, train_on_rank, trainee_like
 
 from extras.training import adapt, answers, choose, curves, data, own_text, partials
 from ladder.checkpoints import checkpoint, writing
@@ -66,8 +68,7 @@ def test_a_model_with_post_norms_is_replayed_too():
 
 def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd, monkeypatch):
     config = change(checkpoint.read_config(tiny), n_layers=6)
-    (tmp_path / "six").mkdir()
-    write_model(tmp_path / "six", config, faint({2}, config).state_dict(), torch.float32)
+    write_model(tmp_path / "six", config, faint({2}, config).state_dict())
     writing.copy_tokenizer(tiny, tmp_path / "six")
     (tmp_path / "a.txt").write_text("Once upon a time there was a dog.<|endoftext|>The dog ran to the park.")
     flags = ["--checkpoint", str(tmp_path / "six"), "--text", str(tmp_path / "a.txt"), "--layers", "1"]
@@ -162,8 +163,8 @@ def test_a_validation_has_the_divergence_from_the_teacher(lone):
 HOW = ["--train", "above", "--align-steps", "3"]
 
 
-def test_only_what_is_trained_changes(retrain, tiny, tmp_path):  # noqa: F811
-    adapt.main([*retrain, *HOW, "--wiring", "ladder:1,"])
+def test_only_what_is_trained_changes(retraining_flags, tiny, tmp_path):
+    adapt.main([*retraining_flags, *HOW, "--wiring", "ladder:1,"])
     before, after = checkpoint.Weights(tiny), checkpoint.Weights(tmp_path / "out")
     changed = {name for name in before.names() if not torch.equal(before.read(name), after.read(name))}
     assert {name.split(".")[1] for name in changed if "layers" in name} == {"1", "2"}
@@ -174,19 +175,23 @@ def test_only_what_is_trained_changes(retrain, tiny, tmp_path):  # noqa: F811
         ("--wiring pair:1,2 --align-steps 1", "--align-steps takes a wiring with the sublayers"),
     ):
         with pytest.raises(InputError, match=message):
-            adapt.main([*retrain, *more.split(), "--out", str(tmp_path / "out2")])
+            adapt.main([*retraining_flags, *more.split(), "--out", str(tmp_path / "out2")])
 
 
 @pytest.mark.slow
-def test_aligned_ranks_give_the_losses_of_one(retrain, tmp_path):  # noqa: F811
-    adapt.main([*retrain, *HOW])
-    run_ranks(2, _train, [*retrain, *HOW, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
-    check_alike(tmp_path / "out", tmp_path / "out2", 1e-5)
+def test_aligned_ranks_give_the_losses_of_one(retraining_flags, tmp_path):
+    adapt.main([*retraining_flags, *HOW])
+    run_ranks(
+        2,
+        train_on_rank,
+        [*retraining_flags, *HOW, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"],
+    )
+    check_same_run(tmp_path / "out", tmp_path / "out2", 1e-5)
 
 
 @pytest.mark.slow
-def test_aligned_it_resumes_with_the_same_losses(retrain, tmp_path, monkeypatch):  # noqa: F811
-    check_resumption([*retrain, *HOW], tmp_path, monkeypatch)
+def test_aligned_it_resumes_with_the_same_losses(retraining_flags, tmp_path, monkeypatch):
+    check_resumption([*retraining_flags, *HOW], tmp_path, monkeypatch)
 
 
 # Own text
@@ -238,18 +243,18 @@ def test_a_chat_model_invents_the_question(tiny):
 
 
 @pytest.mark.slow
-def test_two_ranks_write_and_train_alike(retrain, tmp_path, monkeypatch):  # noqa: F811
+def test_two_ranks_write_and_train_alike(retraining_flags, tmp_path, monkeypatch):
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(adapt, "train", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        adapt.main([*retrain, "--own-text", "200"])
+        adapt.main([*retraining_flags, "--own-text", "200"])
     with monkeypatch.context() as m:
         m.setattr(own_text, "Sampler", None)  # what was written is kept
-        adapt.main([*retrain, "--own-text", "200"])
-    run_ranks(2, _train, [*retrain, "--own-text", "200", "--out", str(tmp_path / "out2")])
-    check_alike(tmp_path / "out", tmp_path / "out2", 1e-5)
+        adapt.main([*retraining_flags, "--own-text", "200"])
+    run_ranks(2, train_on_rank, [*retraining_flags, "--own-text", "200", "--out", str(tmp_path / "out2")])
+    check_same_run(tmp_path / "out", tmp_path / "out2", 1e-5)
     for more, message in ("--plain", "takes a teacher"), ("--seq-len 1", "no longer than the 1 tokens"):
         with pytest.raises(InputError, match=message):
-            adapt.main([*retrain, "--own-text", "9", *more.split(), "--out", str(tmp_path / "out3")])
+            adapt.main([*retraining_flags, "--own-text", "9", *more.split(), "--out", str(tmp_path / "out3")])
 
 
 # Answers
@@ -257,8 +262,7 @@ def test_two_ranks_write_and_train_alike(retrain, tmp_path, monkeypatch):  # noq
 
 def test_answers_are_the_naive_greedy_ones_and_compared_word_for_word(tiny, tmp_path, capfd):
     config, tokenizer = checkpoint.read_config(tiny), load_tokenizer(tiny)
-    (tmp_path / "other").mkdir()
-    write_model(tmp_path / "other", rewired(config, "ladder:1"), random_model(config).state_dict(), torch.float32)
+    write_model(tmp_path / "other", rewired(config, "ladder:1"))
     writing.copy_tokenizer(tiny, tmp_path / "other")
     flags = ["--compare", str(tiny), "--prompts", "7", "--tokens", "4", "--json", str(tmp_path / "x.jsonl")]
     answers.main(["--checkpoint", str(tmp_path / "other"), *flags])

@@ -9,7 +9,9 @@ import functools
 
 import pytest
 import torch
-from helpers import BASE, main_on_ranks, random_model, run_ranks, shard
+from configs import BASE
+from helpers import random_model, shard
+from running import main_on_ranks, run_ranks
 
 import generate
 import tp

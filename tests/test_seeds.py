@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import BASE
+from configs import BASE
 
 from generate import sample
 from ladder.command_line.prompts import read_prompts

@@ -23,9 +23,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import BASE, ROOT, command, greedy_tokens, random_model, run_ranks, shard
-from test_generate import edit_config
-from test_linear_attention import CONFIG as LINEAR
+from configs import BASE, LINEAR_ATTENTION
+from decoding_runs import ASK, answer_in_turns
+from file_edits import edit_config
+from helpers import ROOT, greedy_tokens, randn, random_model, shard
+from running import command, run_ranks
 
 import tp
 from complete import complete, load
@@ -126,44 +128,12 @@ def model():
     return load(ROOT / "demo", "cpu", "float32")
 
 
-ASK = {  # a request to Rows, without ids and max_tokens
-    "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "sampling": {"temperature": 0},
-    "repetition_penalty": 1.0, "logprobs": None, "echo": False,
-}  # fmt: skip
-
-
-def in_turns(world, config, requests, n_rows, few_sizes=False, load=tp.load_shard):
-    """What Rows answers to requests [(pass in which it comes, request)], and [(rows that decode, rows of the pass)]."""
-    net = shard(config, world, load=load)
-    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("extras.serve.rows.SHORT_CHUNK", 5)  # so that a prompt takes several, between others' steps
-        runner, sizes, decode = Runner(net, net.new_cache(n_rows, config.max_seq_len)), [], Runner.decode
-        runner.graphs = few_sizes  # as where steps are captured
-        rows = Rows(runner, config.eos_ids)
-
-        def counted(self, tokens, *args):
-            sizes.append((sum(not row.prefilling for row in rows.busy), len(tokens)))
-            return decode(self, tokens, *args)
-
-        patch.setattr(Runner, "decode", counted)
-        answers, of_row, left = [[] for _ in requests], {}, list(enumerate(requests))
-        while left or rows.busy:
-            free = [i for i, row in enumerate(rows) if not row.request]
-            while left and free and left[0][1][0] <= rows.passes:
-                number, (_, request) = left.pop(0)
-                of_row[i := free.pop(0 if few_sizes else -1)] = number  # the rows of a pass may be in their prefill
-                rows.start(i, ASK | request)
-            for row, token, finish, *_ in rows.step():
-                answers[of_row[row]] += [token.id] * (finish != "stop")
-    return answers, sizes
-
-
 def prompts_of(n, seed):
     r = random.Random(seed)
     return r, [[1, *(r.randrange(3, 131) for _ in range(r.randrange(0, 20)))] for _ in range(n)]
 
 
-BASES = [(BASE, "ladder"), (LINEAR, "ladder"), pytest.param(BASE, "standard", marks=slow)]
+BASES = [(BASE, "ladder"), (LINEAR_ATTENTION, "ladder"), pytest.param(BASE, "standard", marks=slow)]
 
 
 @pytest.mark.parametrize("base, wiring", BASES)
@@ -179,7 +149,7 @@ def test_rows_answer_as_if_alone(ranks, base, wiring):
     net = random_model(config)
     expected = [greedy_tokens(net, request["ids"], request["max_tokens"], end=2) for _, request in requests]
     for few_sizes in False, True:
-        for answers, sizes in run_ranks(ranks, in_turns, config, requests, 6 if few_sizes else 3, few_sizes):
+        for answers, sizes in run_ranks(ranks, answer_in_turns, config, requests, 6 if few_sizes else 3, few_sizes):
             assert answers == expected and len({n for n, _ in sizes}) > 1
             assert all(size == (min(m for m in (1, 4, 6) if m >= n) if few_sizes else n) for n, size in sizes)
 
@@ -212,13 +182,13 @@ def test_requests_with_settings_of_their_own_are_answered_as_if_alone(ranks):
         names = "temperature", "top_k", "top_p", "min_p"
         request["sampling"] = dict(zip(names, ways[i % 6], strict=False)) | {"seed": i}
         requests.append((i // 2, ASK | request))
-    alone, _ = in_turns(World(0, 1, torch.device("cpu")), config, requests, 1)
+    alone, _ = answer_in_turns(World(0, 1, torch.device("cpu")), config, requests, 1)
     with torch.inference_mode():
         for (_, request), answer in zip(requests, alone, strict=True):
             if not request["sampling"]["temperature"]:
                 assert answer == penalized_tokens(net, request)
     assert len({*map(len, alone)} & {5, 7, 9}) > 1 and len({*map(str, alone)}) == 12  # some end as early as they may
-    for answers, sizes in run_ranks(ranks, in_turns, config, requests, 5):
+    for answers, sizes in run_ranks(ranks, answer_in_turns, config, requests, 5):
         assert answers == alone and max(sizes) == (5, 5)
 
 
@@ -236,7 +206,7 @@ def adjusted_logits(world, logits):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_penalties_and_least_lengths_change_logits_as_defined(ranks):
-    logits = torch.randn(2, BASE.vocab_size, generator=torch.Generator().manual_seed(0))
+    logits = randn(2, BASE.vocab_size)
     expected = logits.double()
     for i in 5, 6, 7:
         expected[0, i] *= 1 / 1.5 if expected[0, i] > 0 else 1.5

@@ -5,7 +5,9 @@ import types
 
 import pytest
 import torch
-from helpers import BASE, random_model, rank_logits, run_ranks
+from configs import BASE
+from helpers import random_model, rank_logits
+from running import run_ranks
 
 from generate import Runner
 from ladder import memory

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import ROOT, folder_logits, main_on_ranks, run_ranks
-from test_convert import convert
+from helpers import ROOT, folder_logits
+from hf_folders import convert
+from running import main_on_ranks, run_ranks
 from tokenizers import pre_tokenizers
 from torch.nn.functional import cross_entropy
 

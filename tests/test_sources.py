@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from file_edits import SECONDS, check_changes, refused
 from helpers import greedy_tokens, shared_data
-from test_convert import check_parity, convert, hf_model
-from test_fuzz import SECONDS, check_changes
-from test_hostile import refused
+from hf_folders import check_parity, convert, hf_model
 
 from ladder.sources.llama2c import Llama2cWeights
 from ladder.text.tokenizer import load_tokenizer

@@ -1,7 +1,6 @@
 """Tensor parallelism: what each rank holds, and that all ranks together compute what one device does."""
 
 import contextlib
-import functools
 import json
 import math
 from pathlib import Path
@@ -9,24 +8,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from configs import BASE, BIASED, FAMILIES, ONE_EACH, WIRED, change
 from helpers import (
-    BASE,
-    FAMILIES,
-    ONE_EACH,
-    WIRED,
-    YARN,
     StateWeights,
-    change,
     counted_kernels,
     last_logits,
     random_model,
-    rank_logits,
-    run_ranks,
     shard,
     unequal_rows,
     write_model,
 )
-from reference import Reference
+from parity import check_ranks_against_the_reference, reference_logits
+from running import run_ranks
 
 import generate
 import tp
@@ -37,10 +30,6 @@ from ladder.ranks.world import choose_device
 from model import VOCAB_BLOCK
 
 UNEVEN = {"n_heads": 15, "n_kv_heads": 5, "intermediate_size": 101, "vocab_size": 130}
-BIASED = {
-    "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "rope_scaling": YARN,
-    "heads": {"nope_layers": (1,), "sliding_window": 4, "window_layers": (1, 2)},
-}  # fmt: skip
 SHAPES = [  # at tp 2, 3, 4: even and uneven splits, replicated KV heads, odd sizes
     BIASED,
     {"tie_embeddings": True, "qkv_bias": True},
@@ -196,48 +185,18 @@ def test_a_dtype_that_is_unknown_here_is_refused(tmp_path):
 # The numbers
 
 
-def logits_of(world, cases, load=shard, **how):
-    """Return the logits of each case on this rank."""
-    return [last_logits(load(config, world), *unequal_rows(config), **how) for config in cases]
-
-
-def expected_logits(config, shares):
-    """Return (B, steps + 1, V) from the float64 reference, with the heads and neurons of each rank's shard."""
-    net = random_model(config)
-    tokens, lengths = unequal_rows(config)
-    shares = (1,) * shares if isinstance(shares, int) else shares
-    plans = [tp.shard_plan(config, rank, shares) for rank in range(len(shares))]
-    shards = [(tuple(i // config.head_dim for i in p["wo"][1][0]), p["w2"][1][0]) for p in plans]
-    reference, rows = Reference(config, net.state_dict(), shards), []
-    for row, length in zip(tokens, lengths, strict=True):
-        # each rank computes its vocabulary from its own stream; they differ in the upper bound
-        whole = [logits[-4:] for logits in reference.all_logits(row[:length])]
-        rows.append([x[:, slice(*p["output"][1][0])] for x, p in zip(whole, plans, strict=True)])
-    return torch.stack([torch.cat([torch.from_numpy(x) for x in row], dim=1) for row in rows])
-
-
-def check_ranks(shares, cases, **how):
-    """On each rank the logits are the reference's and, where the wiring has no lanes, those of one device."""
-    cases = [change(BASE, **changes) for changes in cases]
-    ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, **how))
-    for config, first, *others in zip(cases, *ranks, strict=True):
-        assert all(torch.equal(other, first) for other in others), f"{config}: the ranks disagree"
-        error = (first - expected_logits(config, config.named_wiring.shards(shares))).abs().max()
-        assert error < 1e-4, f"{config}: {error}"
-        if not config.named_wiring.reads_partials:
-            assert torch.allclose(first, rank_logits(None, config), atol=1e-4), config
-
-
 @pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_compute_what_one_device_does(tp_size):
-    check_ranks(tp_size, CASES)
+    check_ranks_against_the_reference(tp_size, CASES)
 
 
 @pytest.mark.parametrize("shares", UNEQUAL_SHARES, ids=str)
 def test_ranks_of_unequal_shares_compute_what_one_device_does(shares):
     """In a wiring with lanes, what these heads and neurons of each rank compute."""
     wirings = "standard", "ladder", "spd", "desync"
-    check_ranks(shares, [{"wiring": wiring, **shape} for shape in (MANY, ONE_KV_HEAD) for wiring in wirings])
+    check_ranks_against_the_reference(
+        shares, [{"wiring": wiring, **shape} for shape in (MANY, ONE_KV_HEAD) for wiring in wirings]
+    )
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -263,7 +222,7 @@ COMPILED += [(4, changes, True) for changes in (WIRED[1], OTHERS[3], {"wiring": 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size, changes, prefill", [(2, {"wiring": "ladder", "n_layers": 2}, False), *COMPILED])
 def test_compiled_ranks_of_every_wiring_compute_what_one_device_does(tp_size, changes, prefill):
-    check_ranks(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=prefill)
+    check_ranks_against_the_reference(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=prefill)
 
 
 def over_gloo(config, world):
@@ -274,7 +233,7 @@ def over_gloo(config, world):
 
 @pytest.mark.slow
 def test_compiled_ranks_compute_it_over_gloo_too():
-    check_ranks(2, [{**WIRED[1], **UNEVEN}], load=over_gloo, compile=True)
+    check_ranks_against_the_reference(2, [{**WIRED[1], **UNEVEN}], load=over_gloo, compile=True)
 
 
 def bfloat16_logits(world, config, folder, compile):
@@ -297,14 +256,14 @@ FEW_ROWS += [pytest.param(3, changes, True, marks=pytest.mark.slow) for changes 
 @pytest.mark.parametrize("tp_size, changes, compile", FEW_ROWS)
 def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compile, tmp_path):
     config = change(BASE, **{**UNEVEN, **changes, "head_dim": 64})  # for its decode_attention
-    write_model(tmp_path, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(tmp_path, config, dtype=torch.bfloat16)
     if tp_size == 1:
         ranks = [bfloat16_logits(launch.World(0, 1, torch.device("cpu")), config, str(tmp_path), compile)]
     else:
         ranks = run_ranks(tp_size, bfloat16_logits, config, str(tmp_path), compile)
     plain, fast = ranks[0]
     assert all(torch.equal(other[1], fast) for other in ranks)
-    expected = expected_logits(config, tp_size)
+    expected = reference_logits(config, tp_size)
     assert (fast - expected).abs().max() < 0.05 * expected.abs().max()
     assert (fast - expected).abs().mean() < 1.2 * (plain - expected).abs().mean()
 
@@ -312,7 +271,7 @@ def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compil
 def test_the_number_of_ranks_matters_where_the_table_says_so():
     for changes in ONE_EACH:
         config = change(BASE, **changes)
-        two, three = expected_logits(config, 2), expected_logits(config, 3)
+        two, three = reference_logits(config, 2), reference_logits(config, 3)
         assert torch.allclose(two, three, atol=1e-9) != config.named_wiring.reads_partials, changes
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, StateWeights, change, random_model, run_ranks, train_tokenizer, write_model
-from test_writers import check_kills
+from configs import BASE, change
+from helpers import StateWeights, random_model, shard, train_tokenizer, write_model
+from running import check_kills, run_ranks
+from training_runs import Letters, check_resumption, check_same_run, read_losses, train_on_rank, trainee_like
 
 import eval as evaluate
 import quantize
@@ -20,26 +22,12 @@ from extras.training import adapt, data, sharding
 from extras.training.data import TOKEN, Windows
 from ladder.checkpoints import checkpoint, writing
 from ladder.errors import InputError
-from ladder.lanes.lanes import load_lanes
-from ladder.ranks import ending, launch
+from ladder.ranks import ending
 from ladder.text import template
-from ladder.text.tokenizer import SplittingTokenizer, load_tokenizer
+from ladder.text.tokenizer import load_tokenizer
 from model import rewired
 
 # Documents, tokens, windows
-
-
-class Letters(SplittingTokenizer):
-    """A token a character; BOS is 1."""
-
-    prefix, vocab_size = [1], 256
-    template = "<s>{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
-
-    def __init__(self):
-        super().__init__({"<s>": 1})
-
-    def encode_text(self, text, first):
-        return [ord(c) for c in text]
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -111,13 +99,6 @@ def test_each_epoch_takes_each_window_once_in_an_order_of_its_own(tokens):
 
 
 # What is minimised
-
-
-def trainee_like(model):
-    """Returns an adapt.Trainee, not sharded, with a model's weights."""
-    trainee = adapt.Trainee(model.config).to(model.dtype)
-    trainee.load_state_dict(model.state_dict())
-    return trainee
 
 
 def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
@@ -196,10 +177,7 @@ def test_ranks_compute_in_training_what_the_model_does_afterwards(tp_size, chang
     configs = [change(BASE, **each) for each in changes]
     for rank in run_ranks(tp_size, run_each, configs, dtype):
         for config, x in zip(configs, rank, strict=True):
-            weights = StateWeights(random_model(config).state_dict())
-            net = (load_lanes if config.named_wiring.fixed_shards else tp.load_shard)(
-                config, weights, checkpoint.DTYPES[dtype], "cpu"
-            )
+            net = shard(config, None, checkpoint.DTYPES[dtype])
             for lane in net.lanes if config.named_wiring.fixed_shards else [net]:
                 lane.output = torch.nn.Identity()
             with torch.no_grad():
@@ -217,47 +195,25 @@ def test_recompute_keeps_only_the_inputs_of_attentions_and_mlps(fake_world):
 
 # Runs
 
-STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]
-
 
 @pytest.fixture
-def fresh(tmp_path, tiny):
-    """The flags of a tiny training; texts repeat, so there is something to learn."""
-    for name, times in ("train.txt", 20), ("valid.txt", 2):
-        (tmp_path / name).write_text("\n<|endoftext|>\n".join(STORIES * times))
-    files = ["--text", tmp_path / "train.txt", "--valid", tmp_path / "valid.txt", "--out", tmp_path / "out"]
-    how = "--fresh --batch 8 --seq-len 16 --steps 40 --eval-every 20 --lr 3e-3 --dtype float32"
-    return [*map(str, files), "--checkpoint", str(tiny), *how.split()]
-
-
-@pytest.fixture
-def retrain(fresh):
-    """The flags of a retraining with a teacher."""
-    fresh.remove("--fresh")
-    how = "--steps 6 --eval-every 3 --lr 1e-3 --wiring ladder:1,2"
-    return [*fresh, *how.split()]
-
-
-@pytest.fixture
-def mixture(retrain, tiny, tmp_path):
+def mixture(retraining_flags, tiny, tmp_path):
     """The flags of a retraining of a mixture with a shared expert."""
     config = change(checkpoint.read_config(tiny), **SHARED)
-    (tmp_path / "mixture").mkdir()
-    write_model(tmp_path / "mixture", config, random_model(config).state_dict(), torch.float32)
+    write_model(tmp_path / "mixture", config)
     writing.copy_tokenizer(tiny, tmp_path / "mixture")
-    return [*retrain, "--checkpoint", str(tmp_path / "mixture"), "--wiring", "farskip"]
+    return [*retraining_flags, "--checkpoint", str(tmp_path / "mixture"), "--wiring", "farskip"]
 
 
 @pytest.mark.parametrize(
     "changes", [{"mixture": {**SHARED["mixture"], "router": "sigmoid", "expert_scale": 2.5}}, GPT_OSS]
 )
-def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrain, tiny, tmp_path):
+def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retraining_flags, tiny, tmp_path):
     """An expert_bias decides alone which experts are chosen; it is written in float32, as the loader wants it."""
     config = change(checkpoint.read_config(tiny), **{**changes, "wiring": "standard"})
-    (tmp_path / "own").mkdir()
-    write_model(tmp_path / "own", config, random_model(config).state_dict(), torch.float32)
+    write_model(tmp_path / "own", config)
     writing.copy_tokenizer(tiny, tmp_path / "own")
-    adapt.main([*retrain, "--checkpoint", str(tmp_path / "own"), "--wiring", "ladder", "--dtype", "bfloat16"])
+    adapt.main([*retraining_flags, "--checkpoint", str(tmp_path / "own"), "--wiring", "ladder", "--dtype", "bfloat16"])
     own, trained = checkpoint.Weights(tmp_path / "own"), checkpoint.Weights(tmp_path / "out")
     for name in own.names():
         before, after = own.read(name), trained.read(name)
@@ -266,7 +222,9 @@ def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrain, 
         if chooses or name.endswith("w2.weight"):
             assert torch.equal(before.to(after.dtype), after) == chooses, name
     with pytest.raises(InputError, match="--fresh trains no router") if is_sigmoid else contextlib.nullcontext():
-        adapt.main([*retrain, "--checkpoint", str(tmp_path / "own"), "--fresh", "--out", str(tmp_path / "new")])
+        adapt.main(
+            [*retraining_flags, "--checkpoint", str(tmp_path / "own"), "--fresh", "--out", str(tmp_path / "new")]
+        )
 
 
 @pytest.mark.parametrize("flags", ["--align-steps 2", "--train above"])
@@ -275,13 +233,9 @@ def test_farskip_is_neither_aligned_nor_trained_in_part(flags, mixture):
         adapt.main([*mixture, *flags.split()])
 
 
-def losses_of(out):
-    """Returns the log of a run, without what depends on the machine."""
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
-
-
-def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fresh, tmp_path, monkeypatch, capfd):
+def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(
+    training_flags, tmp_path, monkeypatch, capfd
+):
     weights, measure = [], adapt.validation_loss
 
     def validation_loss(model, *args):
@@ -290,8 +244,8 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fres
         return nats + 9 * (len(weights) == 3), kl  # so the second one is the lowest
 
     monkeypatch.setattr(adapt, "validation_loss", validation_loss)
-    adapt.main([*fresh, "--ladder"])
-    out, printed, losses = tmp_path / "out", capfd.readouterr().out, losses_of(tmp_path / "out")
+    adapt.main([*training_flags, "--ladder"])
+    out, printed, losses = tmp_path / "out", capfd.readouterr().out, read_losses(tmp_path / "out")
     assert checkpoint.read_config(out).wiring == "ladder" and "wiring ladder" in printed
     assert [line["step"] for line in losses] == list(range(41)) and not (tmp_path / "out.run").exists()
     rates = [line["lr"] for line in losses[1:]]  # four steps of warm-up, then down to a tenth
@@ -309,11 +263,11 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fres
     assert not weights[0]["layers.0.feed_forward.w2.weight"].any() and (weights[0]["norm.weight"] == 1).all()
 
 
-def test_a_teacher_s_own_loss_is_the_first_that_is_printed(retrain, tmp_path, capfd):
-    flags = [*retrain, "--steps", "1"]
+def test_a_teacher_s_own_loss_is_the_first_that_is_printed(retraining_flags, tmp_path, capfd):
+    flags = [*retraining_flags, "--steps", "1"]
     adapt.main(flags)
     adapt.main([*flags, "--wiring", "standard", "--out", str(tmp_path / "out2")])
-    first, own = losses_of(tmp_path / "out")[0], losses_of(tmp_path / "out2")[0]
+    first, own = read_losses(tmp_path / "out")[0], read_losses(tmp_path / "out2")[0]
     assert first["teacher"] == pytest.approx(own["valid"]) and first["valid"] != own["valid"] and "teacher" not in own
     words = ", ".join(f"{name} {first[name]:.4f}" for name in ("teacher", "valid", "kl"))
     assert f"step 0: {words} nats" in capfd.readouterr().out and "kl" not in own
@@ -333,36 +287,21 @@ def test_updates_smaller_than_a_step_of_bfloat16_count_on_average():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:FSDP2")
 @pytest.mark.parametrize("how", ["distilled", "fresh", "plain", "mixture"])
-def test_ranks_give_the_losses_of_one(how, retrain, mixture, tmp_path):
+def test_ranks_give_the_losses_of_one(how, retraining_flags, mixture, tmp_path):
     """Of eight windows a step, three ranks get three, three and two."""
-    flags = mixture if how == "mixture" else [*retrain, *[f"--{how}"] * (how != "distilled")]
+    flags = mixture if how == "mixture" else [*retraining_flags, *[f"--{how}"] * (how != "distilled")]
     adapt.main(flags)
-    run_ranks(3, _train, [*flags, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
-    check_alike(tmp_path / "out", tmp_path / "out2", 1e-5)
-
-
-def check_alike(one, other, rel):
-    """Two runs have the same log and weights, but for rounding where rel > 0."""
-    for a, b in zip(losses_of(one), losses_of(other), strict=True):
-        assert a == pytest.approx(b, rel=rel)
-    a, b = checkpoint.Weights(one), checkpoint.Weights(other)
-    assert all((a.read(name) - b.read(name)).abs().max() <= rel for name in a.names())
-
-
-def _train(world, argv):
-    """Run adapt.main as one of the pool's ranks."""
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(launch, "join", lambda device, flags: world)
-        adapt.main(argv)
+    run_ranks(3, train_on_rank, [*flags, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
+    check_same_run(tmp_path / "out", tmp_path / "out2", 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wiring", ["spd:1,2/2", "farskip"])
-def test_compiled_the_losses_are_the_same(wiring, retrain, mixture, tmp_path):
-    flags = [*(mixture if wiring == "farskip" else retrain), "--wiring", wiring]
+def test_compiled_the_losses_are_the_same(wiring, retraining_flags, mixture, tmp_path):
+    flags = [*(mixture if wiring == "farskip" else retraining_flags), "--wiring", wiring]
     adapt.main(flags)
     adapt.main([*flags, "--out", str(tmp_path / "out2"), "--compile", "--recompute"])
-    one, two = ([line["train"] for line in losses_of(tmp_path / name)[1:]] for name in ("out", "out2"))
+    one, two = ([line["train"] for line in read_losses(tmp_path / name)[1:]] for name in ("out", "out2"))
     assert one == pytest.approx(two, rel=1e-4)
 
 
@@ -371,93 +310,63 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(mixture, tmp_path, m
     check_resumption([*mixture, "--fresh"], tmp_path, monkeypatch)
 
 
-def check_resumption(flags, tmp_path, monkeypatch, rel=0.0):
-    flags = [*flags, "--steps", "12", "--eval-every", "3"]
-    adapt.main([*flags, "--out", str(tmp_path / "whole")])
-    step, save = adapt.optimizer_step, sharding.save
-    for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
-
-        def killed(n, *args, at=at, where=where):
-            if n == at and where == "step":
-                raise KeyboardInterrupt
-            return step(n, *args)
-
-        def killed_saving(run, n, *args, at=at):
-            if n == at:
-                (run / f"state-{n}").mkdir(exist_ok=True)
-                raise KeyboardInterrupt
-            save(run, n, *args)
-
-        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-            m.setattr(adapt, "optimizer_step", killed)
-            m.setattr(sharding, "save", killed_saving if where == "save" else save)
-            adapt.main(flags)
-    assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-9", "state-9"]
-    with pytest.raises(InputError, match="holds a run with --lr 0.001, not 0.0001"):
-        adapt.main([*flags, "--lr", "1e-4"])
-    adapt.main(flags)
-    check_alike(tmp_path / "out", tmp_path / "whole", rel)
-
-
 @pytest.mark.slow
-def test_killed_before_any_change_it_resumes_and_its_output_is_complete_or_absent(fresh, tmp_path):
+def test_killed_before_any_change_it_resumes_and_its_output_is_complete_or_absent(training_flags, tmp_path):
     how = "--batch 2 --steps 2 --eval-every 1 --valid-tokens 64 --out"
     (tmp_path / "kills").mkdir()  # in a new process: one that has run a backward pass cannot fork
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pool.submit(_check_kills, [*fresh, *how.split()], tmp_path / "kills").result()
+        pool.submit(_check_kills, [*training_flags, *how.split()], tmp_path / "kills").result()
 
 
 def _check_kills(flags, folder):
     check_kills(lambda out: adapt.main([*flags, str(out)]), folder, step=17)
 
 
-def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(fresh, tmp_path):
+def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(training_flags, tmp_path):
     with pytest.raises(InputError, match="smaller --lr than 1e\\+09 and another --out; .*/best-\\* holds"):
-        adapt.main([*fresh, "--lr", "1e9"])
+        adapt.main([*training_flags, "--lr", "1e9"])
     folder = tmp_path / "out.run" / "best-0"
     tp.load_shard(checkpoint.read_config(folder), checkpoint.Weights(folder), torch.float32, "cpu")  # and are finite
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_is_one_clear_line(fresh, monkeypatch):
+def test_a_full_disk_is_one_clear_line(training_flags, monkeypatch):
     monkeypatch.setattr(sharding.dcp, "save", lambda *_, **__: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
     with pytest.raises(InputError, match="cannot write .*state-0.*: .*No space left"):
-        adapt.main(fresh)
+        adapt.main(training_flags)
 
 
 @pytest.mark.parametrize("signal", [KeyboardInterrupt(), ending.Terminated("SIGTERM")])
-def test_a_signal_while_it_saves_is_no_write_error(signal, fresh, monkeypatch):
+def test_a_signal_while_it_saves_is_no_write_error(signal, training_flags, monkeypatch):
     def save(*args, **kwargs):
         raise sharding.dcp.api.CheckpointException("", {0: (signal, None)})
 
     monkeypatch.setattr(sharding.dcp, "save", save)
     with pytest.raises(type(signal)) as error:
-        adapt.main(fresh)
+        adapt.main(training_flags)
     assert error.value is signal
 
 
-def test_bad_flags_leave_nothing(fresh, retrain, tiny, tmp_path):
+def test_bad_flags_leave_nothing(training_flags, retraining_flags, tiny, tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
     quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
     for name, wiring in ("desync", "desync"), ("other", None):
-        (tmp_path / name).mkdir()
-        config = rewired(checkpoint.read_config(tiny), wiring)
-        write_model(tmp_path / name, config, random_model(config).state_dict(), torch.float32)
+        write_model(tmp_path / name, rewired(checkpoint.read_config(tiny), wiring))
         writing.copy_tokenizer(tiny, tmp_path / name)
-    texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
+    texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40
     train_tokenizer(texts, 300, tmp_path / "other" / "tokenizer.model")
     for flags, more, message in (
-        (fresh, "--seq-len 64 --valid-tokens 10", "--valid holds 11 tokens; a window takes 65"),
-        (fresh, "--text DIR/empty", "--text holds 0 tokens"),
-        (fresh, "--text DIR/chat.jsonl", "chat.jsonl line 1: no chat template"),
-        (fresh, "--out DIR", "already exists"),
-        (retrain, "--distill DIR/int8", "int8 is quantized"),
-        (retrain, "--distill DIR/desync", "desync .* e.g. desync/8"),
-        (retrain, "--distill DIR/other", "other has another vocabulary"),
-        (retrain, "--plain --distill DIR/int8", "--distill: not allowed with argument --plain"),
-        (retrain, "--wiring upper-bound", "upper-bound cannot be trained"),
-        (retrain, "--seq-len 4096", "--seq-len 4096 .* 64"),
+        (training_flags, "--seq-len 64 --valid-tokens 10", "--valid holds 11 tokens; a window takes 65"),
+        (training_flags, "--text DIR/empty", "--text holds 0 tokens"),
+        (training_flags, "--text DIR/chat.jsonl", "chat.jsonl line 1: no chat template"),
+        (training_flags, "--out DIR", "already exists"),
+        (retraining_flags, "--distill DIR/int8", "int8 is quantized"),
+        (retraining_flags, "--distill DIR/desync", "desync .* e.g. desync/8"),
+        (retraining_flags, "--distill DIR/other", "other has another vocabulary"),
+        (retraining_flags, "--plain --distill DIR/int8", "--distill: not allowed with argument --plain"),
+        (retraining_flags, "--wiring upper-bound", "upper-bound cannot be trained"),
+        (retraining_flags, "--seq-len 4096", "--seq-len 4096 .* 64"),
     ):
         with pytest.raises(InputError, match=message.replace("DIR", str(tmp_path))) as error:
             adapt.main([*flags, *more.replace("DIR", str(tmp_path)).split()])

@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.utils.prune
-from helpers import BASE, change, counted_kernels, last_logits, run_ranks, unequal_rows
+from configs import BASE, change
+from helpers import counted_kernels, last_logits, randn, unequal_rows
+from running import run_ranks
 
 import generate
 import model
@@ -203,7 +205,7 @@ def parent(net, name, layer=1):
 
 def fresh(name):
     columns, rows = WIDTHS[name]
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(5)) * 0.3
+    return randn(rows, columns, seed=5) * 0.3
 
 
 def hook(module, args, output):
@@ -440,7 +442,7 @@ def test_a_subclass_with_another_helper_is_not_taken_for_its_parent():
 
 def test_a_mask_of_ones_own_is_used():
     """One that lets tokens see later ones, and one with gaps."""
-    net, x = load(), torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    net, x = load(), randn(2, 3, 64).bfloat16()
     metadata = attention_inputs.attention_metadata(net, torch.tensor([[2, 3, 4], [0, 1, 2]]), torch.arange(5))
     gaps = metadata.mask & (torch.arange(5) != 1)
     gaps[1, 1, 1] = True

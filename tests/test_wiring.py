@@ -2,34 +2,20 @@
 
 import itertools
 import re
-from unittest import mock
 
-import helpers
 import pytest
 import torch
-from helpers import (
-    BASE,
-    GEMMA,
-    ONE_EACH,
-    WIRED,
-    change,
-    last_logits,
-    random_model,
-    shard,
-    table_entry,
-    unequal_rows,
-    wired_id,
-)
-from reference import Reference
+from collective_order import eager_order, generated_code, order_in_code, squeeze
+from configs import BASE, GEMMA, ONE_EACH, WIRED, change, parse_wiring, table_entry, variants, wired_id
+from helpers import random_model, unequal_rows
+from parity import check_against_the_reference
 
 import generate
 import model
-from generate import Runner
 from ladder.architectures.heads import Heads
 from ladder.checkpoints import checkpoint, writing
 from ladder.command_line import flags
 from ladder.errors import InputError
-from ladder.kernels import compiling
 from ladder.lanes.lanes import LaneWiring
 from ladder.wiring_text import wiring_name
 from model import WIRINGS, Wiring
@@ -41,19 +27,6 @@ STANDARD_ALONE = [c for c in WIRED if flags.is_standard_in_one_lane(change(BASE,
 def test_matches_the_naive_float64_reference(changes):
     for shape in {"qkv_bias": True, "tie_embeddings": True}, {"heads": {"qk_norm": True}, "n_kv_heads": 6}:
         check_against_the_reference(change(BASE, **changes, **shape))
-
-
-def check_against_the_reference(config, reference=Reference, **compile):
-    """The logits of unequal rows: of all tokens, and after a prefill and decode steps."""
-    net = random_model(config)
-    tokens, lengths = unequal_rows(config)
-    with torch.no_grad():
-        logits = net(tokens)
-    decoded, reference = last_logits(net, tokens, lengths, **compile), reference(config, net.state_dict())
-    for row, length in enumerate(lengths):
-        expected = torch.from_numpy(reference.logits(tokens[row, :length]))
-        assert (logits[row, :length] - expected).abs().max() < 1e-4
-        assert (decoded[row] - expected[-4:]).abs().max() < 1e-4
 
 
 def logits_of(changes):
@@ -87,45 +60,13 @@ TEXTS = ["ladder:2", "ladder-3:0,2", "spd:1,/4", "desync:4", "desync:4/2", "dela
 def test_a_name_is_read_as_it_is_written(text, monkeypatch):
     for name in "My2_Loop", "my2":
         monkeypatch.setitem(WIRINGS, name, WIRINGS["ladder"])
-    assert wiring_name(*helpers.parse_wiring(text)) == text
+    assert wiring_name(*parse_wiring(text)) == text
     with pytest.raises(InputError, match="'my2' is no name for a wiring: names end in a letter"):
-        helpers.parse_wiring("my2")
+        parse_wiring("my2")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The order of computing, starts and waits
-
-
-class Recorder(model.SingleDevice):
-    """Writes down what the wiring asks of the collectives; a pending all-reduce is its number."""
-
-    def __init__(self):
-        self.events, self.started = [], 0
-
-    def start(self, partial):
-        self.started += 1
-        self.events.append(f"start{self.started}")
-        return self.started
-
-    def wait(self, pending):
-        self.events.append(f"wait{pending}")
-        return 0.0
-
-    def settle(self, x, pending, newer=()):
-        return self.wait(pending)
-
-
-def eager_order(config, splits=1):
-    """The order in which the wiring computes (c), starts and waits, in words; the splits' all-reduces count on."""
-    comm = Recorder()
-
-    def h(x):
-        comm.events.append("c")
-        return 0.0
-
-    sublayers = [(h, stale) for stale in helpers.staleness(config)]
-    model.interleave([config.named_wiring.loop(0.0, sublayers, comm, config) for _ in range(splits)])
-    return " ".join(comm.events)
 
 
 ORDERS = [  # wiring, layers, splits, order
@@ -156,56 +97,13 @@ def test_order_of_the_plain_loop(wiring, n_layers, splits, order):
     assert eager_order(change(BASE, n_layers=n_layers, wiring=wiring), splits) == order
 
 
-def generated_code(config, world, batch, length, dtype):
-    """Inductor's code for decode or prefill, with a wrapper in Python, which is neither compiled nor run."""
-    import torch._inductor.config
-    from torch._inductor.utils import get_code
-
-    torch._dynamo.reset()
-    net = shard(config, world, dtype)
-    with mock.patch.dict(compiling.CPU_OPTIONS, cpp_wrapper=False):
-        runner = Runner(net, None, compile=True, compile_prefill=True)
-    step, kwargs = runner.prefill_model, {"cache": net.new_cache(batch, 16)}
-    if length == 1:
-        kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
-        step = runner.decode_model
-    uncached = torch._inductor.config.patch(force_disable_caches=True)  # what is cached is not generated
-    with torch.no_grad(), uncached:
-        return "\n".join(get_code(step, torch.randint(config.vocab_size, (batch, length)), **kwargs))
-
-
-MATMUL = r"extern_kernels\.(mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.(skinny_gemm|feed_forward)\.default\("
-
-
-def calls(source):
-    """Matmuls (c), starts and waits in a generated wrapper, in order; a wait bears the number of its start."""
-    source = re.sub(r"reinterpret_tensor\((\w+), \([^()]*\), \([^()]*\), \d+\)", r"\1", source)
-    events, started = [], []
-    for line in (line.split("#")[0] for line in source.splitlines()):
-        waited = re.search(r"(?:ladder\.settle\w*\.default\(\w+, |wait_tensor\.default\()(\w+)", line)
-        if start := re.search(r"all_reduce_\.default\((\w+),", line):
-            started.append(start[1])
-            events.append(f"start{len(started)}")
-        elif re.search(MATMUL, line):
-            events.append("c")
-        elif waited and waited[1] in started:  # it is not the gathered logits
-            latest = max(i for i, buffer in enumerate(started, start=1) if buffer == waited[1])
-            events.append(f"wait{latest}")
-    return events
-
-
-def squeeze(events):
-    """Runs of matmuls as one c."""
-    return re.sub(r"\bc( c)+\b", "c", " ".join(events))
-
-
 def check_compiled_order(changes, world, length=1, dtype=torch.float32):
     """Each ladder sum is waited for behind the next sublayer's matmuls and the start of its all-reduce, not before."""
     n_layers = 3 if ":" in changes["wiring"] else 2  # seams on both sides
-    n_layers = 4 if helpers.parse_wiring(changes["wiring"]).stale else n_layers  # else no wait could come too early
+    n_layers = 4 if parse_wiring(changes["wiring"]).stale else n_layers  # else no wait could come too early
     config = change(BASE, head_dim=64, n_layers=n_layers, **changes)
     code = generated_code(config, world, 2, length, dtype)
-    events, order = calls(code), eager_order(config).split()
+    events, order = order_in_code(code), eager_order(config).split()
     kernels = re.findall(r"(\w+) = async_compile.*?\'\'\'(.*?)\'\'\'", code, re.DOTALL)
     calls_of_cos = sum(code.count(f"  {name}(") for name, source in kernels if "cos(" in source)
     assert 0 < calls_of_cos <= 1 + bool(getattr(config.find(Heads), "window_rope_theta", None))  # not one a layer
@@ -288,7 +186,7 @@ def test_a_new_line_is_a_new_model_in_the_flags_and_the_files(monkeypatch, tmp_p
     new = Wiring("both", (model.attention_plus_mlp,), stale=1, norms=("attention_norm",))
     monkeypatch.setitem(WIRINGS, "own-wiring", new)
     config = change(BASE, wiring="own-wiring")
-    assert helpers.variants("own-wiring") == [{"wiring": "own-wiring"}, {"wiring": "own-wiring:1,"}]
+    assert variants("own-wiring") == [{"wiring": "own-wiring"}, {"wiring": "own-wiring:1,"}]
     check_against_the_reference(config)  # which knows its parts
     assert eager_order(config) == "c start1 c start2 wait1 c start3 wait2 wait3"
     with pytest.raises(SystemExit):

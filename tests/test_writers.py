@@ -2,17 +2,13 @@
 
 import errno
 import fcntl
-import itertools
 import json
 import os
 import resource
-import signal
-import sys
-import threading
 
 import pytest
 import torch
-from tqdm import tqdm
+from running import check_kills
 
 import quantize
 from ladder import outputs
@@ -47,57 +43,6 @@ def writers(tiny):
 
 
 # Killed
-
-
-def killed(write, out, event=None):
-    """Run a writer in a fork. Kill it before its event-th change in the folder of `out`, and return whether it was."""
-    if child := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    events = itertools.count()
-
-    def hook(name, args):
-        changes = name in ("os.remove", "os.rmdir") or any(str(out.parent) in str(a) for a in args)
-        if changes and next(events) == event:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    tqdm.set_lock(threading.RLock())  # its own is shared with forks, of which one may be killed while it holds it
-    torch.set_num_threads(1)  # a fork has none of the others, and would wait for them
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    sys.addaudithook(hook)
-    try:
-        write(out)
-    finally:
-        os._exit(0)
-
-
-def contents(folder, beginning=""):
-    """{name: bytes} of the files whose names begin so, but for those with times in them."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("log.jsonl", "settings.json")]
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in files}
-    return {name: data for name, data in files.items() if f"{name}/".startswith(beginning)}
-
-
-def check_kills(write, folder, step, appends=False):
-    """Kill a writer before every step-th change: the output is complete or absent, and the next run completes it.
-
-    The output of one that appends is the beginning of the complete one.
-    """
-    tqdm.monitor_interval = 0  # no thread beside this one, which forks
-    (whole := folder / "whole").mkdir()
-    assert not killed(write, whole / "out") and contents(whole, "out/")
-    outputs = []
-    for event in itertools.count(0, step):
-        (some := folder / str(event)).mkdir()
-        if not killed(write, some / "out", event):
-            break
-        outputs.append(contents(some, "out/"))
-        if appends:
-            assert (whole / "out").read_bytes().startswith(outputs[-1].get("out", b""))
-        else:
-            assert outputs[-1] in ({}, contents(whole, "out/"))
-        killed(write, some / "out")
-        assert contents(some) == contents(whole)
-    assert len(outputs) > 2 and {} in outputs
 
 
 KILLS = [("file", 1), ("append", 4), ("quantize", 7), pytest.param("quantize", 2, marks=pytest.mark.slow)]
