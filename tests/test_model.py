@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from configs import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, change, wired_id
+from helpers import random_model
 from parity import check_against_the_reference
 
 from ladder.checkpoints import checkpoint, writing
@@ -133,3 +134,25 @@ def test_a_message_about_fields_can_have_other_names():
 def test_a_good_config_is_taken():
     for config in (BASE, change(BASE, bos_id=0, eos_ids=(0, 2), wiring="ladder:0,")):
         assert checkpoint.make_config(json.loads(json.dumps(writing.config_values(config)))) == config
+
+
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+def test_a_deleted_layer_is_not_computed(wiring):
+    """The model without its second layer equals one that never had it, with and without a cache."""
+    whole = random_model(change(BASE, wiring=wiring))
+    shorter = random_model(change(BASE, n_layers=2, wiring=wiring))
+    layers = {0: 0, 2: 1}  # {a layer of the whole model: the same one without the second}
+    state = {}
+    for name, tensor in whole.state_dict().items():
+        layer = re.match(r"layers\.(\d+)\.", name)
+        if not layer:
+            state[name] = tensor
+        elif int(layer[1]) in layers:
+            state[name.replace(layer[0], f"layers.{layers[int(layer[1])]}.")] = tensor
+    shorter.load_state_dict(state)
+    del whole.layers[1]
+    tokens = torch.randint(BASE.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(whole(tokens), shorter(tokens))
+    last = torch.tensor([8, 5])
+    with_cache = [model(tokens, None, model.new_cache(2, 12), None, last) for model in (whole, shorter)]
+    assert torch.equal(*with_cache)

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import BASE, ROOT, call_main, change, free_port, main_on_ranks, random_model, run_ranks, write_model
+from configs import BASE, change
+from helpers import ROOT, random_model, write_model
+from running import call_main, free_port, main_on_ranks, run_ranks
 
 import generate
 from ladder.command_line import flags
@@ -80,7 +82,7 @@ def test_measured_shares(monkeypatch):
 def test_ranks_measure_themselves(tmp_path):
     """By measured shares the text is that of a rank alone."""
     config = change(BASE, n_kv_heads=3)
-    write_model(tmp_path, config, random_model(config).state_dict(), torch.float32)
+    write_model(tmp_path, config, random_model(config).state_dict())
     flags = "--checkpoint", tmp_path, "--prompt", "ids:1,2,3", "--max-new-tokens", 4, "--dtype", "float32"
     [(alone, _)] = main_on_ranks(1, generate.main, *flags)
     found = run_ranks(2, measured_texts, [str(flag) for flag in flags])
@@ -110,7 +112,7 @@ def test_shares_flag():
 
 
 def test_the_printed_line_starts_the_other_machine(tmp_path):
-    write_model(tmp_path, BASE, random_model(BASE).state_dict(), torch.float32)
+    write_model(tmp_path, BASE, random_model(BASE).state_dict())
     port = free_port()
     run = [generate.__file__, "--checkpoint", str(tmp_path), "--prompt", "ids:1,2,3", "--max-new-tokens", "4"]
     here = ["-m", "ladder.ranks.invite", "--address", "127.0.0.1", "--port", str(port), *run]
