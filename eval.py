@@ -20,9 +20,9 @@ from ladder.checkpoints import checkpoint
 from ladder.checkpoints.compare import check_vocabulary
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
+from ladder.command_line.shares import choose_shares
 from ladder.errors import InputError
 from ladder.ranks import launch
-from ladder.ranks.shares import measured_shares
 from ladder.scoring import SEPARATOR, divergence, total_nats
 from ladder.text.tokenizer import load_tokenizer
 
@@ -124,8 +124,7 @@ def main(argv=None):
     with world.together():
         stored_config = checkpoint.read_config(args.checkpoint)
         config = flags.with_wiring(stored_config, args)
-    if args.shares == "auto":
-        world.shares = measured_shares(world, config, flags.read_dtype(args))
+    choose_shares(args, world, config)
     with world.together():
         if world.rank == 0:
             flags.warn_of_wiring(stored_config, config, world.shares)

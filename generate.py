@@ -90,7 +90,7 @@ def sample(logits, comm, sampler):
     """
     logits = comm.gather_logits(logits).float()  # (B, V)
     B, V = logits.shape
-    finite = logits.isfinite().all(-1)
+    finite = logits.isfinite().all(-1)  # a change that makes some -inf, such as forbidden ids, goes below
     if sampler.greedy:
         ids = logits.argmax(-1)  # of equal logits, the first
     elif sampler.filters:

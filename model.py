@@ -273,7 +273,7 @@ class Wiring:
 
     a sublayer  h(x, block, metadata, cache) -> this rank's partial (B, S, D)
     a loop      loop(x, [(h, stale), ...], comm, config), a generator like residual_loop; all parts of a prompt must
-                yield equally often
+                yield equally often. NAME:N wants its wiring to be of a subclass that says takes_layers = True
 
     Where that is not enough, a subclass gives other answers than those below the fields, as FarSkip does
     (ladder/architectures/farskip.py).
@@ -372,12 +372,27 @@ def list_sublayers(config, layers, metadata=None, cache=None):
     """
     sublayers, i = [], 0
     layers = list(layers)  # a ModuleList takes a microsecond for each look-up
-    while i < len(layers):  # fewer than config.n_layers, if somebody has deleted some
-        wiring = config.layer_wirings[i]
+    wirings = wirings_of_layers(config, len(layers))
+    while i < len(layers):
+        wiring = wirings[i]
         side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
         sublayers += [(functools.partial(_run_blocks, h, side_by_side), wiring.stale) for h in wiring.block_sublayers]
         i += wiring.blocks
     return sublayers
+
+
+def wirings_of_layers(config, n_layers):
+    """Return the Wiring of each layer of a model, of which somebody may have deleted some, or added some.
+
+    Raises InputError if the wiring goes by the numbers of layers, which then are others than in the config.
+    """
+    if n_layers == config.n_layers:
+        return config.layer_wirings
+    wiring = config.named_wiring
+    if wiring.loop is not residual_loop or wiring.blocks > 1 or {*config.layer_wirings} != {wiring}:
+        what = f"the model has {n_layers} layers, and its config says n_layers {config.n_layers}"
+        raise InputError(f"{what}: change that, too, since wiring {config.wiring} goes by the numbers of layers")
+    return (wiring,) * n_layers
 
 
 def _run_blocks(sublayer, side_by_side, x):  # usually of one block
@@ -408,6 +423,7 @@ def attend(q, k, v, mask=None):
     mask: (B, S, T'), T' <= T: which keys a query attends to; only the first T' slots are read. None: queries and keys
     are of the same tokens, and each attends to all up to itself.
     """
+    # What you change in one of the two calls belongs in the other one, too.
     if mask is None:
         return F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True).view(q.shape)
     # The G query heads of a KV head become one head of G * S queries, so that no key is ever copied.

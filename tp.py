@@ -8,7 +8,7 @@ the neurons, and the two partial y add up to the whole one:
     w2          columns 0, 1     columns 2, 3     row-parallel: a rank sums over its neurons, the all-reduce over ranks
 
 Attention is shared out in the same way by its heads: wqkv by rows, wo by columns. A bias of a column-parallel linear is
-cut with the rows; that of a row-parallel one is added by rank 0 alone, since the all-reduce adds it up.
+cut with the rows; that of a row-parallel one is zero on all ranks but rank 0, since the all-reduce adds it up.
 
 The output head is cut by the vocabulary, in blocks of 16 ids (model.VOCAB_BLOCK); each rank holds the whole embedding
 table.
@@ -131,7 +131,7 @@ def head_ranges(config, rank, shares):
     Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Beyond K
     ranks, rank r holds a copy of KV head r * K // tp_size, and the holders of a KV head divide its query heads by their
     shares. For example, of 2 KV heads with 4 query heads each on 3 ranks, ranks 0 and 1 hold KV head 0 and 2 of its
-    query heads each (4 H rows of wqkv); rank 2 holds KV head 1 and all 4 of its query heads (6 H rows).
+    query heads each: rank 1 the rows 2 H to 6 H of wqkv; rank 2 holds KV head 1 and all its query heads, 6 H to 12 H.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)

@@ -60,6 +60,15 @@ def cache_bytes(model, rows, slots):
     return sum(tensor.nbytes for layer in model.new_cache(rows, slots) for tensor in layer)
 
 
+def ranks_beside(world):
+    """Return the ranks that share this one's memory, itself included: those of its GPU, or of its machine."""
+    if world.device.type == "cuda":
+        return [rank for rank, name in enumerate(world.devices) if name == world.devices[world.rank]]
+    _, local = local_rank_and_size(world.rank, world.tp_size)
+    first = world.rank // local * local
+    return [*range(first, min(first + local, world.tp_size))]
+
+
 def warn_of_memory(world, config, dtype, rows, slots):
     """Print a line on stderr if this rank's weights, cache and CUDA graphs exceed the free memory.
 
@@ -74,11 +83,7 @@ def warn_of_memory(world, config, dtype, rows, slots):
     free = free_bytes(world.device)
     if world.device.type == "cuda":
         needed += GRAPH_BYTES
-        here = [world.shares[i] for i, name in enumerate(world.devices) if name == world.devices[world.rank]]
-    else:
-        _, local = local_rank_and_size(world.rank, world.tp_size)
-        here = world.shares[world.rank // local * local :][:local]
-    free *= world.shares[world.rank] / sum(here)
+    free *= world.shares[world.rank] / sum(world.shares[rank] for rank in ranks_beside(world))
     if needed > free:
         text = f"about {needed / 1e9:,.2f} GB needed, {free / 1e9:,.2f} free" + " for it" * world.shares_gpu
         print(f"weights and cache of rank {world.rank} may not fit: {text}", file=sys.stderr)

@@ -86,14 +86,15 @@ class StateWeights:
         target.copy_(tensor)
 
 
-def shard(config, world=None, dtype=torch.float32, state=None):
-    """This rank's part of a state dict, by default random_model's, with the collectives of the world's group.
+def shard(config, world=None, dtype=torch.float32, state=None, weights=None):
+    """This rank's part of weights, or of a state dict, by default random_model's, with the collectives of its group.
 
     Without a world, or on one rank: all of it.
     """
     rank, shares = (0, (1,)) if world is None else (world.rank, world.shares)
     load = config.named_wiring.loader(shares) or tp.load_shard
-    net = load(config, StateWeights(state or random_model(config).state_dict()), dtype, "cpu", rank, shares)
+    weights = weights or StateWeights(state or random_model(config).state_dict())
+    net = load(config, weights, dtype, "cpu", rank, shares)
     if world is not None and world.tp_size > 1:
         net.comm = tp.TensorParallel(config, shares, world.group)
     return net
@@ -135,7 +136,7 @@ def rank_logits(world, config, state=None, dtype=torch.float32, **how):
 def folder_logits(world, folder, prompt=None, how=None):
     """last_logits of a rank's shard of a checkpoint folder, in float32; prompt: tokens, lengths, or unequal rows."""
     config, weights = checkpoint.read_config(folder), checkpoint.Weights(folder)
-    net = shard(config, world, state={name: weights.read(name) for name in weights.names()})
+    net = shard(config, world, weights=weights)
     return last_logits(net, *(prompt or unequal_rows(config)), **(how or {}))
 
 

@@ -156,3 +156,11 @@ def test_a_deleted_layer_is_not_computed(wiring):
     last = torch.tensor([8, 5])
     with_cache = [model(tokens, None, model.new_cache(2, 12), None, last) for model in (whole, shorter)]
     assert torch.equal(*with_cache)
+
+
+@pytest.mark.parametrize("wiring", ["ladder:2", "pair", "pair-ladder:0,1"])
+def test_wirings_that_go_by_numbers_refuse_deleted_layers(wiring):
+    model = random_model(change(BASE, wiring=wiring))
+    del model.layers[0]
+    with pytest.raises(InputError, match=f"has 2 layers, and its config says n_layers 3: .* wiring {wiring} goes by"):
+        model(torch.zeros(1, 2, dtype=torch.int64))

@@ -25,7 +25,7 @@ MOST_LAYERS = 1000  # more are refused before they are built
 LARGEST_NUMBER = {int: 2**24, float: 1e30}  # in a config.json
 TYPE_NAMES = {  # of JSON, for messages
     int: "a whole number", float: "a number", bool: "true or false", int | None: "a whole number or null",
-    float | None: "a number or null",
+    float | None: "a number or null", dict | None: "an object or null",
 }  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED_DTYPES = {  # {what a safetensors file calls a dtype: the dtype}

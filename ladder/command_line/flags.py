@@ -74,8 +74,10 @@ def number(kind, low, high=None, above=False):
 count = number(int, 1)
 
 
-def shares(text):
+def parse_shares(text):
     """Return the numbers of --shares as a tuple, or "auto" (an argparse type)."""
+    if text[:1].isalpha() and text != "auto":
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor numbers such as 3,1")
     return text if text == "auto" else tuple(map(count, text.split(",")))
 
 
@@ -130,7 +132,7 @@ def add_rank_flags(parser, sharded=False, comm=True):
     if sharded:
         words = "what each rank gets of the heads, MLP and vocabulary, in proportion: e.g. 3,1\n"
         words += "auto: by the bandwidth and the free memory of each, which are measured"
-        parser.add_argument("--shares", type=shares, metavar="N,N,...", help=words)
+        parser.add_argument("--shares", type=parse_shares, metavar="N,N,...|auto", help=words)
     parser.add_argument(
         "--device", help="cpu, cuda or cuda:0, which ranks share; default: cuda if each finds a GPU, else cpu"
     )

@@ -6,6 +6,7 @@ import zlib
 from ladder.command_line.draft_flag import read_draft
 from ladder.command_line.flags import read_config, read_dtype, warn_of_wiring, with_wiring
 from ladder.command_line.prompts import fit, is_chat, read_prompts
+from ladder.command_line.shares import choose_shares
 from ladder.decoding.batch import Sampler
 from ladder.memory import warn_of_memory
 from ladder.text.tokenizer import load_tokenizer
@@ -26,11 +27,7 @@ class Job:
             self.sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
             self.name, stored = read_config(args)
             self.config = config = with_wiring(stored, args)
-            dtype = read_dtype(args)
-        if args.shares == "auto":
-            from ladder.ranks.shares import measured_shares
-
-            world.shares = measured_shares(world, config, dtype)
+        choose_shares(args, world, config)
         with world.together():
             self.tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
             if args.checkpoint and world.rank == 0:
@@ -51,7 +48,7 @@ class Job:
             self.draft_source = None
             if args.draft:
                 self.draft_source = read_draft(args.draft, config, args.checkpoint)
-            warn_of_memory(world, config, dtype, len(self.prompts), self.slots)
+            warn_of_memory(world, config, read_dtype(args), len(self.prompts), self.slots)
         source = self.draft_source
         contents = {"tokens of the prompts": zlib.crc32(str(self.prompts).encode())}
         contents["--draft"] = source and (source.name, source.count)

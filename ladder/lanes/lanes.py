@@ -108,7 +108,7 @@ class Lanes(nn.Module):
         n = len(self.lanes)
         n_lanes = len(self.config.named_wiring.shards((1,) * self.comm.tp_size))
         sums = LaneSums(self.comm, n, n_lanes)
-        loops, layers = [], self.config.n_layers
+        loops, layers = [], len(self.lanes[0].layers)
         for i, lane in enumerate(self.lanes):
             lane.comm, lane.config = sums, self.config
             lane_cache = cache and cache[i * layers : (i + 1) * layers]

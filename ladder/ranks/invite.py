@@ -1,13 +1,14 @@
-"""Start a script on this machine and print the line that starts it on the others.
+"""Start a script on this machine, and print the line that starts it on the others.
 
-python -m ladder.ranks.invite generate.py --checkpoint checkpoints/smollm2 --prompt Hello      # on this machine and one
-python -m ladder.ranks.invite --nnodes 3 --nproc_per_node 2 serve.py --checkpoint DIR
+python -m ladder.ranks.invite generate.py --checkpoint checkpoints/smollm2 --prompt Hello    # on two machines
+python -m ladder.ranks.invite --nnodes 3 --nproc_per_node 2 serve.py --checkpoint DIR        # on three, two ranks each
 
-It picks this machine's address, says what has to be equal on all machines, and becomes torchrun, which waits for them.
-The ranks compare themselves when they have met, and a run whose machines differ ends with a line that says in what.
+Its own flags stand before the script. It picks this machine's address, says what has to be equal on all machines, and
+becomes torchrun, which waits for them. When they have met, the ranks compare themselves; a run whose machines differ
+ends with a line that says in what.
 """
 
-import argparse
+import ipaddress
 import os
 import shlex
 import socket
@@ -26,16 +27,18 @@ ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way to it
 
 
 def parse(argv):
+    """Return the flags, with the script and its own flags as a list in `script`. Raises InputError."""
+    first = next((i for i, word in enumerate(argv) if word.endswith(".py")), len(argv))
     p = flags.Parser(__doc__)
     p.add_argument("--nnodes", type=flags.number(int, 2), default=2, metavar="N", help="machines, this one included")
     p.add_argument("--nproc_per_node", type=flags.count, default=1, metavar="N", help="ranks of each machine")
     p.add_argument("--address", metavar="IP", help="of this machine, for the others; default: that on the way out")
     p.add_argument("--port", type=flags.number(int, 1, 65535), default=29500, help="of this machine, for the others")
-    p.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="e.g. generate.py, and its flags")
-    args = p.parse_args(argv)
+    args = p.parse_args(argv[:first])
+    args.script = argv[first:]
     if not args.script:
         raise InputError("give the script that all machines start, and its flags: e.g. generate.py --checkpoint demo")
-    if args.script[0] != "-m" and not os.path.isfile(args.script[0]):
+    if not os.path.isfile(args.script[0]):
         raise InputError(f"no such script: {args.script[0]}")
     return args
 
@@ -43,9 +46,24 @@ def parse(argv):
 def check_address(address, port):
     """Raise InputError if this machine cannot listen at the address and port."""
     try:
+        ipaddress.IPv4Address(address)
+    except ValueError:
+        raise InputError(f"--address {address} is no IPv4 address, such as 10.0.0.1") from None
+    try:
         socket.create_server((address, port)).close()
     except OSError as e:
-        raise InputError(f"cannot listen at --address {address} --port {port}: {os.strerror(e.errno)}") from None
+        raise InputError(
+            f"cannot listen at --address {address} --port {port}: {os.strerror(e.errno)}; give others"
+        ) from None
+
+
+def named_checkpoint(script):
+    """Return the folder that --checkpoint names among a script's flags, or None. Raises InputError if there is none."""
+    words = [part for word in script for part in word.split("=", 1 if word.startswith("--checkpoint=") else 0)]
+    folder = next((after for word, after in zip(words, words[1:], strict=False) if word == "--checkpoint"), None)
+    if folder is not None and not os.path.isdir(folder):
+        raise InputError(f"--checkpoint {folder} is no folder here")
+    return folder
 
 
 def requirements(script):
@@ -54,10 +72,8 @@ def requirements(script):
     commit = git_commit()
     if commit:
         words.append(f"commit {commit.removesuffix('+')} of this code" + " and the same edits" * commit.endswith("+"))
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--checkpoint")
-    folder = parser.parse_known_args(script[1:])[0].checkpoint
-    if folder and os.path.isdir(folder):
+    folder = named_checkpoint(script)
+    if folder:
         words.append(f"the files of {folder} (digest {digest(folder)})")
     return ", ".join(words)
 
@@ -69,17 +85,20 @@ def command(args, address, node):
 
 
 def main(argv=None):
-    args = parse(argv)
+    args = parse(sys.argv[1:] if argv is None else argv)
     address = args.address or address_towards(ELSEWHERE)
     if not address:
-        raise InputError("this machine has no way out: give the address that the others reach it by as --address")
+        raise InputError(
+            "this machine has no way out: give the address by which the others reach it as --address, before the script"
+        )
     check_address(address, args.port)
     others = args.nnodes - 1
     where = "the other machine" if others == 1 else f"the {others} other machines, a line for each"
+    needed = requirements(args.script)
     lines = [f"  {shlex.join(command(args, address, node))}" for node in range(1, args.nnodes)]
     text = f"on {where}, in a clone of this project with its .venv active:\n\n" + "\n".join(lines)
-    text += f"\n\nequal on all has to be: {requirements(args.script)}"
-    text += f"\nwaiting for {where.partition(',')[0]} at {address}, port {args.port} ..."
+    text += f"\n\nequal on all has to be: {needed}"
+    text += f"\nwaiting for {where.partition(',')[0]} at {address}, port {args.port}, for 15 minutes at most ..."
     print(text, file=sys.stderr, flush=True)
     here = command(args, address, 0)
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *here[1:]])

@@ -39,7 +39,8 @@ def torchrun_store():
     Raises InputError if the store cannot be reached, StoreLost if it goes, and what own_keys raises.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds it already, or has died
-    limit = 10 if agent else timeout() + IMPORTS if timeout() else 10**6
+    # The agent answers at once, but a client asks for the peer's name, for which a dead name server lets it wait 10 s.
+    limit = 30 if agent else timeout() + IMPORTS if timeout() else 10**6
     results = queue.Queue()
 
     def connect():  # it waits for ever if another program listens there, which does not answer
@@ -54,7 +55,8 @@ def torchrun_store():
     except queue.Empty:
         result = f"{where()} does not answer"
     if isinstance(result, str):
-        raise InputError(f"WORLD_SIZE is set, but there is no store to meet at: {result}")
+        slow = "; if a name server does not answer here, list the machines in /etc/hosts" * ("timed out" in result)
+        raise InputError(f"WORLD_SIZE is set, but there is no store to meet at: {result}{slow}")
     result.set_timeout(timedelta(seconds=300))
     try:
         return own_keys(result, *rank_and_size())

@@ -53,9 +53,9 @@ class World:
 
     group: the process group of the model's collectives, or None for a single device. nodes, devices: the names of each
     rank's node and of its device, which is equal where ranks share a GPU. shares: what each rank holds of a model, in
-    proportion to the others; with "auto" equal ones, until ladder/ranks/shares.py has measured the ranks. A process
-    alone may simulate a rank of several, to measure it: it has their tp_size and a group. Raises InputError for shares
-    of another number of ranks.
+    proportion to the others; with "auto" equal ones, until ladder/command_line/shares.py has measured the ranks. A
+    process alone may simulate a rank of several, to measure it: it has their tp_size and a group. Raises InputError for
+    shares of another number of ranks.
     """
 
     alone = True  # whether this process has no peers

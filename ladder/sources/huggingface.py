@@ -110,7 +110,9 @@ def rope_of(values, default):
     for name in SINGLE_ROPE_KEYS:
         if rope.get(name) and values.get(name) and rope[name] != values[name]:
             where = " and ".join(given)
-            raise InputError(f"{name} is {values[name]!r}, but {rope[name]!r} in {where}: keep the one that holds")
+            raise InputError(
+                f"{name} is {as_json(values[name])}, but {as_json(rope[name])} in {where}: keep the one that holds"
+            )
     return key, rope if given else default or {}, near
 
 

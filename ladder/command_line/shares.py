@@ -4,36 +4,56 @@ An example: two ranks read 24 and 12 GB/s, so that the first is to get two third
 second had room for a quarter of the weights only, they would be (3, 1).
 """
 
+import torch
+
 from ladder import benchmarking
+from ladder.command_line.flags import read_dtype
 from ladder.errors import InputError
-from ladder.memory import free_bytes, shard_on_meta, slices_bytes
-from ladder.ranks.world import local_rank_and_size
+from ladder.memory import free_bytes, ranks_beside, shard_on_meta, slices_bytes
 from tp import shard_plan
 
 USABLE = 0.8  # of the free memory: the rest is for the cache and for activations
+READ = 2**28  # bytes that a CPU reads to measure its memory, more than its caches hold
 TOLERANCE = 1.1  # a rank may get this many times what suits it: whole heads are not cut finer
-MOST_PARTS = 32
+MOST_PARTS = 32  # in which the model is cut, unless there are more ranks
+
+
+def choose_shares(args, world, config):
+    """Give the world the shares that --shares auto measures; other ones it has already. All ranks call this together.
+
+    Raises InputError on all ranks where they read other files: with other configs they would not measure alike.
+    """
+    if args.shares != "auto" or world.alone:
+        return
+    world.agree({}, checkpoint=args.checkpoint)
+    with world.together():
+        dtype = read_dtype(args)
+    world.shares = measured_shares(world, config, dtype)
 
 
 def measured_shares(world, config, dtype):
     """Return the shares of the ranks of a world, after measuring each, and say them on rank 0.
 
-    Equal ones where a wiring's function depends on how the ranks share it out, and where no other ones fit the model.
-    All ranks call this at the same time.
+    They are equal where a wiring's function depends on how the ranks share it out.
     """
-    equal = (1,) * world.tp_size
     wiring = config.named_wiring
-    if world.alone or wiring.varies_with_ranks or wiring.fixed_shards:
-        return equal
-    speeds = world.gather(benchmarking.read_bandwidth(world.device, world))
-    _, local_ranks = local_rank_and_size(world.rank, world.tp_size)
-    room = world.gather(USABLE * free_bytes(world.device) / local_ranks)
+    if wiring.varies_with_ranks or wiring.fixed_shards:
+        world.say(f"--shares auto: equal ones, since with others wiring {config.wiring} is another function")
+        return (1,) * world.tp_size
+    free = max(1, free_bytes(world.device))
+    room = world.gather(USABLE * free / len(ranks_beside(world)))
+    speeds = world.gather(max(1, benchmarking.read_bandwidth(world.device, world, READ)))
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # of what was read, since others ask the driver what is free
     _, slices = shard_on_meta(config, dtype, 0, (1,))
     weights = slices_bytes(slices)
-    wanted = fractions(speeds, [each / weights for each in room])
+    room = [each / weights for each in room]
+    wanted = fractions(speeds, room)
     shares = whole_numbers(wanted, lambda numbers: fits(config, numbers))
-    figures = ", ".join(f"{speed / 1e9:.1f}" for speed in speeds)
-    world.say(f"--shares {','.join(map(str, shares))}, since the ranks read {figures} GB/s")
+    why = f"the ranks read {', '.join(f'{speed / 1e9:.1f}' for speed in speeds)} GB/s"
+    if wanted != fractions(speeds, [1] * len(speeds)):
+        why += f" and have room for {', '.join(f'{each:.2g}' for each in room)} of the weights"
+    world.say(f"--shares {','.join(map(str, shares))}, since {why}")
     return shares
 
 
@@ -61,7 +81,7 @@ def whole_numbers(wanted, fits):
     wanted: what each rank is to get of the whole. fits: a function that says whether a model can be cut by numbers.
     """
     best = (1,) * len(wanted)
-    for parts in range(len(wanted), MOST_PARTS + 1):
+    for parts in range(len(wanted), max(MOST_PARTS, 2 * len(wanted)) + 1):
         numbers = tuple(max(1, round(parts * part)) for part in wanted)
         if excess(numbers, wanted) < excess(best, wanted) and fits(numbers):
             best = numbers
