@@ -37,7 +37,8 @@ def measured_shares(world, config, dtype):
     They are equal where a wiring's function depends on how the ranks share it out.
     """
     wiring = config.named_wiring
-    if wiring.varies_with_ranks or wiring.fixed_shards:
+    has_own_shards = wiring.shards((2, 1)) != (2, 1)
+    if wiring.varies_with_ranks or has_own_shards:
         world.say(f"--shares auto: equal ones, since with others wiring {config.wiring} is another function")
         return (1,) * world.tp_size
     free = max(1, free_bytes(world.device))
