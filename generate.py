@@ -19,6 +19,9 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 # The function `sample` says how a token is chosen. Its kernel (ladder/decoding/fast_sampling.py) computes the same ids
 # but gathers less: each rank sends the winner of its own race, or with filters its 64 (or top_k + 1) largest logits.
 # With a draft and a temperature the rule is another one (ladder/decoding/speculative.py), unless `sample` was edited.
+#
+# Kernels compute what functions marked @plain say. If you edit such a function, it runs as you wrote it, and one line
+# says so (docs/change-it.md).
 
 import contextlib
 import functools
@@ -44,7 +47,8 @@ from model import VOCAB_BLOCK, cache_size, cache_slots, dummy_slot
 from tp import TensorParallel, load_shard
 
 CHUNK_TOKENS = 1024  # the most in a chunk of a prefill, all rows together: bounds the memory of activations
-MIN_SPLIT_TOKENS = 512  # on a CPU, splitting a chunk of fewer tokens in two would make it slower
+MIN_SPLIT_TOKENS = 512  # on a CPU, splitting a chunk of fewer tokens in two would make it slower,
+MIN_SPLIT_TOKENS_OVER_A_SLOW_LINK = 16  # except where sums take long (ladder/ranks/meeting.py measures it)
 
 
 def load_model(config, folder, dtype, world):
@@ -74,6 +78,7 @@ def load_model(config, folder, dtype, world):
         use_on_gpu(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.shares, world.group)
+        model.comm.slow_link = world.slow_link
     registry.use([fast_sampling.KERNEL])
     return model
 
@@ -98,7 +103,7 @@ def sample(logits, comm, sampler):
         weights = ((logits.double() - logits[:, :1]) / sampler.temperature).exp()  # of the likeliest: 1
         least = logits[:, min(sampler.top_k, V) - 1, None]
         weights = weights.masked_fill((logits < least) | (weights < sampler.min_p), 0)
-        likelier = weights.cumsum(-1) - weights  # the mass of the ids before
+        likelier = weights.cumsum(-1) - weights  # the mass of the likelier ids, for top-p
         weights = weights.masked_fill(likelier >= sampler.top_p * weights.sum(-1, keepdim=True), 0)
         mass = weights.cumsum(-1)
         drawn = sampler.random(torch.Tensor.uniform_, B, 1) * mass[:, -1:]
@@ -221,7 +226,8 @@ class Runner:
         """Return into how many parts to cut a chunk of S tokens of B rows."""
         on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs: untried
         overlaps = not self.compiles_prefill  # a compiled prefill waits for all parts at once, and hides nothing
-        worth_it = on_cpus and overlaps and B * S >= MIN_SPLIT_TOKENS
+        least = MIN_SPLIT_TOKENS_OVER_A_SLOW_LINK if self.model.comm.slow_link else MIN_SPLIT_TOKENS
+        worth_it = on_cpus and overlaps and least <= B * S
         return min(S, self.splits or (2 if worth_it else 1))
 
     # What is compiled or captured:
@@ -251,7 +257,10 @@ class Runner:
         return self.compiles or not registry.is_off()
 
     def renew_passes(self):
-        """Compile or capture anew what was made before somebody changed the model: it would not know of that."""
+        """Compile or capture anew what was made before somebody changed the model: it would not know of that.
+
+        What counts as a change is in registry.fingerprint: modules, their tensors, hooks and attributes, and functions.
+        """
         if self.built_for and not registry.same_fingerprint(self.built_for, registry.fingerprint(self.model)):
             registry.say_once("the model was changed after its steps were compiled or captured: that is done anew")
             if self.compiles or self.compiles_prefill:

@@ -133,7 +133,8 @@ def rewired(config, wiring):
 class Collectives(Protocol):
     """What the loop asks of whoever adds up the ranks' partials. A partial is a rank's part of a sublayer's output.
 
-    tp.TensorParallel sums over the ranks of a process group, and SingleDevice, below, is the plainest form.
+    tp.TensorParallel sums over the ranks of a process group, and SingleDevice, below, is the plainest form. A class of
+    your own needs what SingleDevice has: tp_size, lanes, start, wait, local_logits, all_gather and gather_logits.
 
     `newer` and pin only fix the order of compiled code, without which nothing might overlap: see
     ladder/kernels/ordered.py, which has an example. They never change a result.
@@ -141,6 +142,7 @@ class Collectives(Protocol):
 
     tp_size: int  # how many ranks there are
     lanes: int  # how many partials a sum adds up: one of each rank, except where a rank holds several (ladder/lanes/)
+    slow_link = False  # whether sums take so long that even short parts of a prompt are worth overlapping
     on_host = frozenset()  # which of "sums" and "gathers" go through the host's memory: a CUDA graph cannot hold those
 
     def start(self, partial):
@@ -610,13 +612,16 @@ class Transformer(nn.Module):
         how many parts to cut the sequence; more than 1 need a cache.
         """
         # usually there is one part, hence one loop: embed, residual_loop over all sublayers, head
-        x = torch.cat(interleave(self.split_loops(tokens, positions, cache, cache_length, last_index, splits)), dim=1)
+        loops = self.split_loops(tokens, positions, cache, cache_length, last_index, splits)
+        x = torch.cat(interleave(loops), dim=1)
         return self.head(x, last_index)
 
     def split_loops(self, tokens, positions, cache, cache_length, last_index, splits):
         """Yield the loop of each part of the sequence; the arguments are those of forward.
 
-        In each layer a part attends to the keys of the parts before it, which interleave lets run first.
+        In each layer a part attends to the keys of the parts before it, which interleave lets run first. For example,
+        of 4 tokens in 2 parts, the first part has the queries 0 and 1 and the keys 0 and 1, which are its own, so that
+        it needs no mask; the second has the queries 2 and 3 and the keys 0 to 3.
         """
         S, fresh = tokens.shape[1], positions is None
         if fresh:

@@ -217,8 +217,24 @@ def shard_slices(model, dtype, rank, shares):
     model: a whole one, as build makes it. Raises InputError as shard_plan does.
     """
     plan = shard_plan(model.config, rank, shares)
+    check_columns(model, shares)
     named = model.named_parameters()  # without a tied output head
     return {name: _shard_slice(model, name, whole, plan, dtype, rank) for name, whole in named}
+
+
+def check_columns(model, shares):
+    """Raise InputError unless the ranks' partials add up: they hold each column of wo, w2 and the like exactly once."""
+    plans = [shard_plan(model.config, rank, shares) for rank in range(len(shares))]
+    linears = {plan_key(path): module for path, module in model.named_modules() if hasattr(module, "in_features")}
+    row_parallel = [name for name, (dim, _) in plans[0].items() if dim == 1 and name in linears]
+    for name in row_parallel:
+        columns = linears[name].in_features
+        ranges = sorted(piece for plan in plans for piece in plan[name][1])
+        starts = [start for start, _ in ranges]
+        stops = [stop for _, stop in ranges]
+        if [0, *stops] != [*starts, columns]:  # a range begins where the one before it ends
+            held = ", ".join(f"{start} to {stop}" for start, stop in ranges)
+            raise InputError(f"the ranks hold columns {held} of {name}: each of its {columns} must be held once")
 
 
 def plan_key(name):

@@ -11,16 +11,19 @@ import subprocess
 import sys
 import time
 import weakref
+from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from helpers import ROOT
+from configs import BASE
+from helpers import ROOT, random_model
 from running import HANGS, free_port, run_ranks
 
+import generate
 from extras.measure import link
 from ladder.errors import InputError
-from ladder.ranks import one_shot, shared_memory
+from ladder.ranks import meeting, one_shot, shared_memory
 from ladder.ranks.collectives import connect_auto
 from ladder.ranks.world import World
 
@@ -319,3 +322,36 @@ def test_one_shot_sums_are_tried_against_nccls_before_they_are_used(pretended, m
     monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_", lambda x, *args: right(x, *args)[:].add_(x > 30))
     with pytest.raises(InputError, match="are wrong"):
         one_shot.check(group, 0, "cpu")
+
+
+class Slow:
+    """A process group whose sums take some seconds longer on this rank, before they begin."""
+
+    def __init__(self, group, seconds):
+        self.group = group
+        self.seconds = seconds
+
+    def allreduce(self, tensors):
+        time.sleep(self.seconds)
+        return self.group.allreduce(tensors)
+
+
+def find_slow_link(world, seconds):
+    given = world.group
+    try:
+        world.group = Slow(given, seconds[world.rank])
+        return meeting.sums_slowly(world)
+    finally:
+        world.group = given
+
+
+def test_a_slow_link_is_found_by_all_ranks_alike():
+    """One rank's delay makes all cut their prompts in parts, since they must agree on these."""
+    assert run_ranks(2, find_slow_link, (0, 0.02)) == [True, True]
+
+
+@pytest.mark.parametrize("slow, tokens, parts", [(False, 511, 1), (False, 512, 2), (True, 15, 1), (True, 16, 2)])
+def test_how_many_parts_a_prompt_has(slow, tokens, parts):
+    net = random_model(BASE)
+    net.comm = SimpleNamespace(tp_size=2, slow_link=slow, on_host=frozenset())
+    assert generate.Runner(net, net.new_cache(1, 2)).choose_splits(1, tokens) == parts

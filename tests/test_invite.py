@@ -1,6 +1,7 @@
 """The line that ladder/ranks/invite.py prints for the other machines."""
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def test_the_printed_line_starts_the_other_machine(tmp_path):
         [line] = [line for line in said if line.startswith("  torchrun ")]
         assert f"torch {torch.__version__}" in "".join(said)
         assert re.search(rf"the files of {tmp_path} \(digest [0-9a-f]{{8}}\)", "".join(said))
-        words = line.split()
+        words = shlex.split(line)  # the folder's name may have a space
         second = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words[1:]], timeout=120, **pipes)
         out, error = first.communicate(timeout=60)
     finally:

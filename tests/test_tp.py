@@ -109,6 +109,16 @@ def test_a_rank_without_a_head_or_a_neuron_is_refused(shares, changes, words):
             tp.shard_plan(config, rank, shares)
 
 
+def test_heads_that_two_ranks_hold_are_refused(monkeypatch):
+    """Their partials would not add up, and the text would be nonsense."""
+    ranges = tp.head_ranges
+    monkeypatch.setattr(tp, "head_ranges", lambda config, rank, shares: ranges(config, 0, shares))
+    with pytest.raises(
+        InputError, match="the ranks hold columns 0 to 24, 0 to 24 of wo: each of its 48 columns must be"
+    ):
+        tp.load_shard(BASE, StateWeights(random_model(BASE).state_dict()), torch.float32, "cpu", 0, (1, 1))
+
+
 def test_a_vector_of_an_mlp_is_cut_as_the_plan_says(monkeypatch):
     """One of a family's own, as docs/change-it.md has it for an attention: each rank holds its part."""
     config, plan = change(BASE, n_kv_heads=6), tp.shard_plan

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -77,8 +78,26 @@ def meet(device, flags):
     world.devices = world.gather(visible[world.device.index] if world.device.type == "cuda" else f"CPU of {rank}")
     make_group(world, flags)
     world.group = connect(world)
+    if world.device.type == "cpu" and len({*world.nodes}) > 1:
+        world.slow_link = sums_slowly(world)
     progress.at("preparation", timed=False)
     return world
+
+
+def sums_slowly(world):
+    """Return whether a sum of 128 KB takes more than 4 ms, as over 100 Mbit/s, but not over 1 Gbit/s: the same on all.
+
+    Over a slow link two halves of a short prompt are computed faster than the whole: the one while the other's sums
+    travel. Over 1 Gbit/s that costs more than it hides (docs/two-machines.md).
+    """
+    partial = torch.zeros(2**16, dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(4):
+        world.gather(None)  # all ranks begin together
+        start = time.perf_counter()
+        world.group.allreduce([partial]).wait()
+        seconds.append(time.perf_counter() - start)
+    return max(world.gather(min(seconds[1:]))) > 0.004  # the first one opens connections
 
 
 def node_name(rank, tp_size):

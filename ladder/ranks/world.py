@@ -59,6 +59,7 @@ class World:
     """
 
     alone = True  # whether this process has no peers
+    slow_link = False  # whether sums take long enough that shorter parts of a prompt overlap with them
     dist_group = None  # the group to pass to torch.distributed's own functions; None is its default group
 
     def __init__(self, rank, tp_size, device, group=None, shares=None):
