@@ -270,6 +270,12 @@ def test_copies_of_a_mixture_stand_beside_the_shared_out_model(capsys):
     assert re.search(r", ladder [\d.]+ ms \(\d+\)$", said[3])
 
 
+@pytest.mark.parametrize("name, said", [("1ms+0.02gbps", True), ("1ms+1gbps", False), ("1ms", False)])
+def test_whole_layers_are_named_over_a_slow_link(name, said, capsys):
+    advise.main(["--model", "1b:2:int4", "--tp", "2", "--bandwidth-gbs", "12", "--wirings", "ladder", "--link", name])
+    assert (advise.WHOLE_LAYERS in capsys.readouterr().out) == said
+
+
 def test_a_table_for_each_link(capsys):
     shown = advised(capsys, "--model", "8b:4:int8", *H100[2:], "--batch", 2)
     assert shown.count("| standard |") == len(LINKS) - 1

@@ -97,6 +97,9 @@ BANDWIDTH_SHARE = 0.7
 FILLED_SLOTS = 1024  # filled slots of the cache, at most
 MOST_LOSS = 2.0  # percent that a recommended wiring may lose
 COMMS = "library", "int8"
+WHOLE_LAYERS_GBPS = 0.05  # over slower links whole layers on each machine may win a prompt
+WHOLE_LAYERS = "A long prompt may be faster with whole layers on each machine, as llama.cpp's RPC has them: "
+WHOLE_LAYERS += "docs/two-machines.md"
 PCIE = """pcie was measured with eight GPUs and NCCL. Two to four that read one another's memory (nvidia-smi topo -p2p r
 says OK) are pcie-p2p with one-shot kernels, 20us+74gbps with NCCL; those that cannot, such as RTX 5070 Ti, pcie-host.
 extras.measure.probe measures yours."""
@@ -294,6 +297,8 @@ def main(argv=None):
         print(f"\n{one.name}; in us: {parts}\n\n{table}")
         if own.find(Mixture):
             print(copies_or_split(own, configs, dtype, args.tp, args.batch, context, machine, one, args.comm))
+        if one.gbps and one.gbps < WHOLE_LAYERS_GBPS:
+            print(WHOLE_LAYERS)
         gains.append(f"{one.name}: {gain}")
     if len(gains) > 1:
         print("\nRecommended over each link:\n" + "\n".join(gains))
