@@ -17,7 +17,7 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 #         a draft               several tokens of a row at once: one pass verifies what a smaller model has proposed
 #
 # The function `sample` says how a token is chosen. Its kernel (ladder/decoding/fast_sampling.py) computes the same ids
-# but gathers less: each rank sends the winner of its own race, or with filters its 64 (or top_k + 1) largest logits.
+# but gathers less: each rank sends the winner of its own race, or with filters its largest logits: 64, or top_k + 1.
 # With a draft and a temperature the rule is another one (ladder/decoding/speculative.py), unless `sample` was edited.
 #
 # Kernels compute what functions marked @plain say. If you edit such a function, it runs as you wrote it, and one line
@@ -150,7 +150,7 @@ class Runner:
         The padding of a shorter row fills slots behind its last token; decode overwrites these before it reads them.
         cached_tokens: how many of each row's first tokens are in the cache already, fewer than the row has.
         """
-        if not self.model.config.rewindable:  # its state is that of a whole row, and not of its first tokens
+        if not self.model.config.rewindable:  # a linear layer's state cannot be taken up in the middle
             cached_tokens = 0
         last_index = lengths - 1
         logits = None
@@ -410,7 +410,7 @@ def load(job):
     compile_decode = args.compile is not None
     compile_prefill = args.compile == "all"
     model = load_model(job.config, args.checkpoint, args.dtype, world)
-    # the cache holds the longest prompt and its new tokens, and the dummy slot
+    # job.slots: for the longest prompt and its new tokens, within the context; make_cache adds the dummy slot
     cache = batch.make_cache(model, len(job.prompts), job.slots, in_buckets=compile_decode)
     with world.together():
         runner = Runner(model, cache, compile_decode, compile_prefill)

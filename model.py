@@ -149,7 +149,7 @@ class Collectives(Protocol):
         """Start the all-reduce of a partial (B, S, D) and return at once. What it returns is an argument of wait."""
 
     def wait(self, pending):
-        """Return the sum (B, S, D) of all lanes' partials. On a GPU its stream waits, not the host."""
+        """Return the sum (B, S, D) of all lanes' partials, in their dtype. On a GPU its stream waits, not the host."""
 
     def settle(self, x, pending, newer=()):
         """Return x + wait(pending). newer: the starts since then. When compiled, the wait comes after the last one."""
@@ -213,6 +213,9 @@ def pad_logits(logits, n):
 def residual_loop(x, sublayers, comm, config):
     """Run the sublayers [(h, stale), ...], each on x without the newest `stale` sums, which are still in flight.
 
+    A loop is a generator. It yields None after each start, so that interleave can run another loop meanwhile, and x at
+    its end.
+
     Below is what h0 to h3 read, the attentions and MLPs of two layers; e is the embedding, and s0, s1, ... are the sums
     of their partials. A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), where h0 and h1 both read e.
 
@@ -222,9 +225,6 @@ def residual_loop(x, sublayers, comm, config):
     ladder:1, the last of 2 layers 0 0 1 1    h0(e) h1(e+s0) h2(e+s0)    h3(e+s0+s1)
 
     The sublayers of parallel are attention + MLP of a layer; those of pair are two layers' attentions, then two MLPs.
-
-    A loop is a generator. It yields None after each start, so that interleave can run another loop meanwhile, and x at
-    its end.
     """
     in_flight = []  # the all-reduces that have been started and not settled, oldest first
     for h, stale in sublayers:
@@ -271,11 +271,13 @@ class Wiring:
     layers as a ladder; the others are standard, as are the first layers where `blocks` leaves some over.
 
     A wiring of your own is an entry of WIRINGS, whose name ends in a letter; its flag, its line of --help and its tests
-    follow from that. If it needs another sublayer or another loop, write that function beside those above:
+    follow from that. If it needs another sublayer or another loop, write that function beside those above, and for its
+    tests a naive one in tests/reference.py:
 
     a sublayer  h(x, block, metadata, cache) -> this rank's partial (B, S, D)
     a loop      loop(x, [(h, stale), ...], comm, config), a generator like residual_loop; all parts of a prompt must
-                yield equally often. NAME:N wants its wiring to be of a subclass that says takes_layers = True
+                yield equally often. One that only changes `stale` calls residual_loop, as delayed_loop does
+                (ladder/lanes/wirings.py). NAME:N wants a subclass of Wiring that says takes_layers = True
 
     Where that is not enough, a subclass gives other answers than those below the fields, as FarSkip does
     (ladder/architectures/farskip.py).
@@ -384,9 +386,10 @@ def list_sublayers(config, layers, metadata=None, cache=None):
 
 
 def wirings_of_layers(config, n_layers):
-    """Return the Wiring of each layer of a model, of which somebody may have deleted some, or added some.
+    """Return the Wiring of each layer of a model.
 
-    Raises InputError if the wiring goes by the numbers of layers, which then are others than in the config.
+    Layers may be deleted, as by `del model.layers[3]`, or added, where all are wired alike, one by one, and run by
+    residual_loop. Raises InputError for other wirings, which go by the numbers of layers.
     """
     if n_layers == config.n_layers:
         return config.layer_wirings

@@ -62,8 +62,8 @@ class TensorParallel(Collectives):
     def wait(self, pending):
         return torch.ops._c10d_functional.wait_tensor(pending)
 
-    # In compiled code the kernels of ladder/kernels/ordered.py stand in for these two, and keep the order. Without it
-    # nothing overlaps: so not with --plain.
+    # In compiled code the kernels of ladder/kernels/ordered.py stand in for these two, and keep the order in which sums
+    # overlap; with --compile --plain the compiler may change it. Eager code runs in the order in which it is written.
 
     @plain
     def settle(self, x, pending, newer=()):
@@ -131,7 +131,8 @@ def head_ranges(config, rank, shares):
     Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Beyond K
     ranks, rank r holds a copy of KV head r * K // tp_size, and the holders of a KV head divide its query heads by their
     shares. For example, of 2 KV heads with 4 query heads each on 3 ranks, ranks 0 and 1 hold KV head 0 and 2 of its
-    query heads each: rank 1 the rows 2 H to 6 H of wqkv; rank 2 holds KV head 1 and all its query heads, 6 H to 12 H.
+    query heads each: rank 0 the rows 0 to 2 H and 4 H to 6 H of wqkv and columns 0 to 2 H of wo; rank 1 rows 2 H to 6 H
+    and columns 2 H to 4 H. Rank 2 holds KV head 1 and all its query heads: rows 6 H to 12 H and columns 4 H to 8 H.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)

@@ -114,7 +114,7 @@ def test_heads_that_two_ranks_hold_are_refused(monkeypatch):
     ranges = tp.head_ranges
     monkeypatch.setattr(tp, "head_ranges", lambda config, rank, shares: ranges(config, 0, shares))
     with pytest.raises(
-        InputError, match="the ranks hold columns 0 to 24, 0 to 24 of wo: each of its 48 columns must be"
+        InputError, match="the ranks hold columns 0 to 24, 0 to 24 of wo: each of its 48 must be held once"
     ):
         tp.load_shard(BASE, StateWeights(random_model(BASE).state_dict()), torch.float32, "cpu", 0, (1, 1))
 

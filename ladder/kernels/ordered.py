@@ -3,7 +3,8 @@
 The compiler keeps only the order that data imply. In p0 = start(h0(x)); p1 = start(h1(x)); x = x + wait(p0), no data
 say that the wait comes after p1's start: it could move before h1, and p0 would travel behind nothing. The operator
 settle(x, p0, p1), which the compiler cannot look into, takes p1 as an input that it ignores. So the wait comes after
-p1's start, and the next h, which reads the result, after both.
+p1's start, and the next h, which reads the result, after both. In the same way pin(x, p0) keeps the h1 of a ladder,
+which reads the x that h0 read, behind p0's start.
 """
 
 import torch
