@@ -217,15 +217,17 @@ def shard_slices(model, dtype, rank, shares):
     bytes 1024 to 2048 of each row); scales of rows (int8): all; bias: zeros, since rank 0 adds it.
     model: a whole one, as build makes it. Raises InputError as shard_plan does.
     """
-    plan = shard_plan(model.config, rank, shares)
-    check_columns(model, shares)
+    plans = [shard_plan(model.config, each, shares) for each in range(len(shares))]
+    check_columns(model, plans)
     named = model.named_parameters()  # without a tied output head
-    return {name: _shard_slice(model, name, whole, plan, dtype, rank) for name, whole in named}
+    return {name: _shard_slice(model, name, whole, plans[rank], dtype, rank) for name, whole in named}
 
 
-def check_columns(model, shares):
-    """Raise InputError unless the ranks' partials add up: they hold each column of wo, w2 and the like exactly once."""
-    plans = [shard_plan(model.config, rank, shares) for rank in range(len(shares))]
+def check_columns(model, plans):
+    """Raise InputError unless the ranks' partials add up: they hold each column of wo, w2 and the like exactly once.
+
+    plans: what shard_plan returns for each rank.
+    """
     linears = {plan_key(path): module for path, module in model.named_modules() if hasattr(module, "in_features")}
     row_parallel = [name for name, (dim, _) in plans[0].items() if dim == 1 and name in linears]
     for name in row_parallel:

@@ -59,11 +59,14 @@ def check_address(address, port):
 
 def named_checkpoint(script):
     """Return the folder that --checkpoint names among a script's flags, or None. Raises InputError if there is none."""
-    words = [part for word in script for part in word.split("=", 1 if word.startswith("--checkpoint=") else 0)]
-    folder = next((after for word, after in zip(words, words[1:], strict=False) if word == "--checkpoint"), None)
-    if folder is not None and not os.path.isdir(folder):
-        raise InputError(f"--checkpoint {folder} is no folder here")
-    return folder
+    for word, after in zip(script, [*script[1:], None], strict=True):
+        flag, equals, value = word.partition("=")
+        folder = value if equals else after
+        if flag == "--checkpoint" and folder is not None:
+            if not os.path.isdir(folder):
+                raise InputError(f"--checkpoint {folder} is no folder here")
+            return folder
+    return None
 
 
 def requirements(script):
