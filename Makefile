@@ -56,7 +56,7 @@ gpu:
 	@test -w $(GPU_RESULTS) || { echo "GPU_RESULTS: $(GPU_RESULTS) is no folder to write to"; exit 2; }
 	LADDER_TEST_GPU=1 timeout -s INT -k 10 170 $(PYTHON) -m pytest -q tests/test_gpu_ranks.py; failed=$$?; \
 	LADDER_TEST_GPU=1 TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 10 150 $(PYTHON) -m pytest -q \
-		-n auto --maxprocesses 14 --maxschedchunk 1 tests/test_gpu.py tests/test_gpu_link.py; one=$$?; \
+		-n auto --maxprocesses 14 --maxschedchunk 1 tests/test_gpu.py tests/extras/test_gpu_link.py; one=$$?; \
 	[ $$failed -ne 124 -a $$one -ne 124 ] || \
 		echo "tests were cut off after 170 or 150 s: those not named as failed passed or did not start"; \
 	$(PYTHON) -m benchmarks.gpu --seconds $$((530 - SECONDS)) --json $(GPU_RESULTS)/gpu.jsonl \

@@ -69,7 +69,7 @@ def variants(name):
     return [{"wiring": text} for text in [name, *more, *some]]
 
 
-# those of any dense model; farskip is for mixtures (tests/test_experts.py), and tests/test_laneformer.py has its own
+# those of any dense model; farskip is for mixtures (test_experts.py), test_laneformer.py has its own
 NAMES = [name for name, wiring in all_wirings().items() if name != "laneformer" and not name.startswith("farskip")]
 WIRED = [changes for name in NAMES for changes in variants(name)]
 ANY_TP = [changes for changes in WIRED if not table_entry(changes).reads_partials]

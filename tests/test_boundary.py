@@ -12,17 +12,18 @@ FOLDERS = sorted(path.parent.name for path in ROOT.glob("extras/*/__init__.py"))
 DEMO = ["generate.py", "--checkpoint", "demo", "--prompt", "Once upon a time", "--max-new-tokens", "8"]
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--local_addr=127.0.0.1", "--nproc_per_node=2"]
 # Tests that start no ranks and compile nothing, 20 s
-FILES = "test_model.py", "test_wiring.py", "test_tp.py", "test_tokenizer.py"
-QUICK = f"({' or '.join(FILES)}) and not (compiled or ranks or splits)"
+FILES = "test_model.py", "test_wiring.py", "test_tp.py", "text/test_tokenizer.py"
+QUICK = f"({' or '.join(name.split('/')[-1] for name in FILES)}) and not (compiled or ranks or splits)"
 
 
 def core_tests():
     """Return the test files that import, at their top, neither extras nor benchmarks nor a file of tests/ that does."""
-    texts = {path.stem: path.read_text() for path in ROOT.glob("tests/*.py") if path.stem != "test_boundary"}
+    texts = {path: path.read_text() for path in ROOT.glob("tests/**/*.py") if path.stem != "test_boundary"}
     users, imports = set(), "extras|benchmarks"
     while new := {n for n, text in texts.items() if re.search(rf"^(from|import) ({imports})\b", text, re.M)} - users:
-        users, imports = users | new, "|".join(new)
-    return [f"tests/{name}.py" for name in sorted(texts.keys() - users) if name.startswith("test_")]
+        users, imports = users | new, "|".join(path.stem for path in new)
+    tests = sorted(path.relative_to(ROOT) for path in texts.keys() - users if path.stem.startswith("test_"))
+    return [str(path) for path in tests]
 
 
 @pytest.mark.parametrize("folder", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in FOLDERS)])

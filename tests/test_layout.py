@@ -64,7 +64,7 @@ def test_nothing_edits_the_module_path(name):
     assert not re.search(r"sys\.path\b(?!_)", FILES[name].read_text())
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")), ids=lambda path: path.name)
 def test_no_tests_import_other_tests(path):
     """What several need lies in a module that says what it is for."""
     assert not [name for name in imported(path) if name and name.split(".")[0].startswith("test_")]
@@ -133,8 +133,8 @@ def test_each_line_of_what_surrounds_a_run_has_a_test():
         named = re.findall(r"`(\w+)::(\w+)`", line)
         assert named or line.endswith(" | | |"), line
         for file, words in named:
-            source = (ROOT / f"tests/test_{file}.py").read_text()
-            assert len(re.findall(rf"^def test_\w*{words}", source, re.MULTILINE)) == 1, (file, words)
+            [path] = ROOT.glob(f"tests/**/test_{file}.py")
+            assert len(re.findall(rf"^def test_\w*{words}", path.read_text(), re.MULTILINE)) == 1, (file, words)
 
 
 def test_the_readmes_example_runs():

@@ -492,7 +492,7 @@ def test_the_instructions_that_one_asks_for(tmp_path):
     """What this processor has besides its best, as others have it who have no more: the same tests."""
     if compilers.instruction_set() != "avx512":
         pytest.skip("the other tests run on the only set that this processor has")
-    files = [f"tests/test_{name}.py" for name in ("cpu", "experts", "tp")]
+    files = [f"tests/{name}.py" for name in ("kernels/test_cpu", "architectures/test_experts", "test_tp")]
     names = "skinny_gemm or attention_of or feed_forward_is or packed_weights"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files, "-k", names]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -1,4 +1,4 @@
-"""ladder/ranks/watch.py: what a Watch makes of what it sees. tests/test_faults.py has real deaths and stalls."""
+"""ladder/ranks/watch.py: what a Watch makes of what it sees. tests/ranks/test_faults.py has real deaths and stalls."""
 
 import contextlib
 import dataclasses
