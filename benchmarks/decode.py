@@ -28,7 +28,6 @@ from ladder import outputs
 from ladder.architectures.latent import Latent, sizes
 from ladder.architectures.mixture import Mixture
 from ladder.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
-from ladder.checkpoints.sizes import named_size
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import make_cache, pad
@@ -36,6 +35,7 @@ from ladder.errors import InputError
 from ladder.memory import step_bytes
 from ladder.ranks import launch
 from ladder.ranks.world import World
+from ladder.sources.sizes import named_size
 
 QUERY_RANK = 1536  # DeepSeek V2's
 FILLED = 128  # slots of the cache before a decode step

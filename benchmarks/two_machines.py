@@ -27,7 +27,6 @@ from extras.measure import results
 from extras.measure.exposed import replays
 from ladder import outputs
 from ladder.benchmarking import environment, in_turns, pivot, quartiles, timed
-from ladder.checkpoints.sizes import named_size
 from ladder.command_line import flags
 from ladder.command_line.flags import count
 from ladder.decoding.batch import Sampler, make_cache, pad
@@ -35,6 +34,7 @@ from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks import launch
 from ladder.ranks.collectives import collective
+from ladder.sources.sizes import named_size
 from model import rewired
 from tp import TensorParallel
 

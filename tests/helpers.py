@@ -15,7 +15,7 @@ from sentencepiece import SentencePieceTrainer
 import tp
 from generate import Runner
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.sizes import RandomWeights
+from ladder.checkpoints.random_weights import RandomWeights
 from ladder.decoding.batch import make_cache
 from ladder.kernels import compilers, registry
 from model import Transformer, attend

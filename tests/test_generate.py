@@ -26,7 +26,7 @@ import generate
 import tp
 from complete import complete, load
 from generate import Runner
-from ladder.checkpoints import checkpoint, sizes
+from ladder.checkpoints import checkpoint
 from ladder.command_line.prompts import read_prompts
 from ladder.decoding import fast_sampling
 from ladder.decoding.batch import SINGLE_DEVICE, Sampler, make_cache, round_up
@@ -216,13 +216,16 @@ def test_step_bytes_are_the_weights_and_the_cache(tiny, out):
     assert result["bytes_s"] == pytest.approx(result["step_bytes"] / result["tpot_ms"] * 1e3)
 
 
-def test_a_named_size_has_random_weights(monkeypatch, out):
-    monkeypatch.setitem(sizes.SIZES, "tiny", BASE)
-    args = ["--model", "tiny:2", "--ladder", "--prompt-length", "5", "--max-new-tokens", "4", "--json", out]
+def test_a_config_json_gets_random_weights(tmp_path, out):
+    values = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    values |= {"intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64}
+    (tmp_path / "tiny.json").write_text(json.dumps(values))
+    name = str(tmp_path / "tiny.json")
+    args = ["--model", f"{name}:2", "--ladder", "--prompt-length", "5", "--max-new-tokens", "4", "--json", out]
     printed, said = run_generate(*args)
     result = json.loads(out.read_text())
-    assert (result["model"], result["wiring"], result["dtype"], result["texts"]) == ("tiny", "ladder", "bfloat16", None)
-    assert "tiny, 2 layers, ladder" in said
+    assert (result["model"], result["wiring"], result["dtype"], result["texts"]) == (name, "ladder", "bfloat16", None)
+    assert "tiny.json, 2 layers, ladder" in said
     assert printed == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
 
 

@@ -21,7 +21,7 @@ from helpers import check_split_attention, last_logits, randn, random_model, une
 from reference import MixtureReference
 from running import command, script
 
-from ladder.checkpoints.sizes import RandomWeights
+from ladder.checkpoints.random_weights import RandomWeights
 from ladder.kernels import quant_kernels, quant_linear, registry
 from ladder.kernels.gpu import integers
 from tp import load_shard

@@ -273,7 +273,7 @@ class Weights:
 def open_weights(folder, config, device):
     """Return the Weights of a folder, or random ones if it is None. Raises InputError if config has fewer layers."""
     if folder is None:
-        from ladder.checkpoints.sizes import RandomWeights
+        from ladder.checkpoints.random_weights import RandomWeights
 
         return RandomWeights(config, device)
     weights = Weights(folder)

@@ -106,7 +106,8 @@ def add_model_flags(parser, required=False):
     """Add the flags that name weights, or a size of random ones; read_config reads what they name."""
     which = parser.add_mutually_exclusive_group(required=required)
     which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights (docs/formats.md), e.g. demo")
-    words = "random weights of a named size, such as 1b, 8b or 70b, or N layers of it, e.g. 8b:4, or 8b:4:int8"
+    words = "random weights of a named size, such as 1b, 8b or 70b, or of a Hugging Face config.json\n"
+    words += "or N layers of it, e.g. 8b:4, or 8b:4:int8"
     which.add_argument("--model", metavar="NAME[:N][:int8|:int4|:fp8]", help=words)
     words = "of the weights (default: the checkpoint's, or bfloat16)"
     parser.add_argument("--dtype", **one_of(checkpoint.DTYPES), help=words)
@@ -116,7 +117,7 @@ def read_config(args):
     """Return (the name of the model that the flags ask for, its own Config)."""
     if args.checkpoint is not None:
         return Path(args.checkpoint).resolve().name, checkpoint.read_config(args.checkpoint)
-    from ladder.checkpoints.sizes import named_size
+    from ladder.sources.sizes import named_size
 
     return args.model.partition(":")[0], named_size(args.model)
 

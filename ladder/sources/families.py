@@ -52,6 +52,7 @@ class Family(NamedTuple):
     needs: tuple = ()  # keys that a config.json must have, if only with null
     strict: bool = False  # whether unknown keys are refused, since code that is not in transformers may read them
     translate: str = ""  # module:function (values) -> values with these keys, of a config.json that has others
+    wiring: str = ""  # module:function (hf) -> the text of the wiring that the family's own keys mean, or None
     neighbours: bool = False  # whether rotary embeddings turn neighbouring dimensions of q and k
     wide_embeddings: bool = False  # whether the embeddings are multiplied by the root of hidden_size
     activations: dict = {}  # {a hidden_act: the one that transformers computes instead}
@@ -170,7 +171,8 @@ FAMILIES = {
     "instella_moe": Family({
         **DEEPSEEK_V3, "gated_attention": True, "farskip": True, "farskip_start_idx": 0, "farskip_end_idx": 1e4,
         "attn_only_farskip": False, "mlp_only_farskip": False,
-    }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY}, scaled_context=True, strict=True),
+    }, SIGMOID, only={**DEEPSEEK_ONLY, **SIGMOID_ONLY}, scaled_context=True, strict=True,
+       wiring="ladder.architectures.farskip:wiring_from_hf"),
     "glm4_moe": Family({
         **DEEPSEEK, "attention_bias": False,
         "bos_token_id": None, "eos_token_id": None, "first_k_dense_replace": 1, "max_position_embeddings": 131072,

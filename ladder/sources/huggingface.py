@@ -9,7 +9,7 @@ from collections import Counter
 
 import torch
 
-from ladder.architectures import all_architectures, farskip
+from ladder.architectures import all_architectures
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.checkpoint import read_json
 from ladder.checkpoints.compare import TOKENIZER_FILES
@@ -58,8 +58,17 @@ def group(q, k, v, config):
     return torch.cat([t.unflatten(0, (config.n_kv_heads, -1)) for t in (q, k, v)], dim=1).flatten(0, 1)
 
 
-def ladder_from_hf(hf, parallel_blocks):
-    """Return the text of the wiring in which ladder_layers, the last n layers or a list of layers, are ladders."""
+def wiring_from_hf(hf):
+    """Return the text of the wiring: the one that is named, that of the family's own keys, or that of ladder_layers.
+
+    ladder_layers are the last n layers, or a list of layers, that are ladders.
+    """
+    if hf.get("wiring"):
+        return hf["wiring"]
+    family = hf["family"]
+    if family.wiring and (own := pkgutil.resolve_name(family.wiring)(hf)):
+        return own
+    parallel_blocks = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
     ladder_layers, n_layers = hf.get("ladder_layers"), hf["num_hidden_layers"]
     if not ladder_layers:
         return "parallel" if parallel_blocks else "standard"
@@ -221,7 +230,6 @@ def our_values(hf):
     rotary = rotary_from_hf(hf, head_dim)
     context = context_from_hf(hf, rotary["rope_scaling"])
     hf = hf | {"context": context, "scaling": rotary["rope_scaling"]}
-    parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
     values, architecture = {**family.values}, {}
     for name, kind in all_architectures().items():
         of_family = values.pop(name, None)  # settings that the family has in any case
@@ -240,7 +248,7 @@ def our_values(hf):
         "embedding_scale": dim**0.5 if family.wide_embeddings else None,
         "logit_cap": hf.get("final_logit_softcapping"),
         "bos_id": None if hf["bos_token_id"] == -1 else hf["bos_token_id"],
-        "wiring": hf.get("wiring") or farskip.wiring_from_hf(hf) or ladder_from_hf(hf, parallel),
+        "wiring": wiring_from_hf(hf),
         **values, "architecture": architecture,
     }  # fmt: skip
 

@@ -31,7 +31,7 @@ from generate import Runner
 from ladder.architectures import experts
 from ladder.architectures.mixture import Mixture, MoE
 from ladder.checkpoints import checkpoint
-from ladder.checkpoints.sizes import RandomWeights, named_size
+from ladder.checkpoints.random_weights import RandomWeights
 from ladder.decoding.batch import pad
 from ladder.errors import InputError
 from ladder.kernels import registry
@@ -39,6 +39,7 @@ from ladder.kernels.cpu import skinny_gemm
 from ladder.memory import step_bytes
 from ladder.ranks.collectives import collective
 from ladder.ranks.world import World
+from ladder.sources.sizes import named_size
 from model import rewired
 
 MIXTURE = change(

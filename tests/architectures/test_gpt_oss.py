@@ -21,12 +21,12 @@ from extras.export import to_hf
 from ladder.architectures import experts, heads
 from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture, MoE
-from ladder.checkpoints.sizes import named_size
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.gpu.split_attention import split_attend
+from ladder.sources.sizes import named_size
 from ladder.text.rendering import render
 from ladder.text.tokenizer import Tokenizer
 from model import build

@@ -23,7 +23,6 @@ from extras.measure import advise
 from generate import Runner
 from ladder.architectures.mixture import Mixture, MoE
 from ladder.checkpoints import checkpoint
-from ladder.checkpoints.sizes import named_size
 from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.kernels import compiling
@@ -31,6 +30,7 @@ from ladder.kernels.cpu import skinny_gemm
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.memory import step_bytes
 from ladder.sources import huggingface
+from ladder.sources.sizes import named_size
 from model import build
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,12 +26,12 @@ from extras.measure import advise
 from generate import Runner
 from ladder.architectures.linear import gated_delta_rule, normalized
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.sizes import named_size
 from ladder.command_line.draft_flag import read_draft
 from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.memory import step_bytes
+from ladder.sources.sizes import named_size
 from model import build
 from tp import shard_plan
 

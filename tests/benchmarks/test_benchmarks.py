@@ -18,18 +18,23 @@ from running import RANKS, main_on_ranks, script
 import bench
 from benchmarks import decode, gpu, int4_libraries, step_kernels
 from extras.measure import plot, sweep
-from ladder.checkpoints.sizes import SIZES, named_size
 from ladder.errors import InputError
+from ladder.sources import sizes
+from ladder.sources.sizes import named_size
 from model import WIRINGS, Config, build
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, tmp_path):
     """The named sizes are small ones."""
-    for name in ("1b", "8b", "70b"):
-        monkeypatch.setitem(SIZES, name, dataclasses.replace(TINY, n_layers=SIZES[name].n_layers // 8))
+    values = json.loads(sizes.SIZES.read_text())
+    for each in values.values():
+        each |= {"num_hidden_layers": each["num_hidden_layers"] // 8, "vocab_size": 256, "head_dim": 8}
+        each |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8}
+    (tmp_path / "sizes.json").write_text(json.dumps(values))
+    monkeypatch.setattr(sizes, "SIZES", tmp_path / "sizes.json")
 
 
 @pytest.fixture

@@ -68,8 +68,11 @@ SCRIPTS = {
         {
             "": "one of the arguments --checkpoint --model is required",
             "--chekpoint demo": "is required; --chekpoint is no flag; did you mean --checkpoint?",
-            "--model 9b": "--model 9b is no size, or asks for too many layers: give NAME, ",
+            "--model 9b": "--model 9b is no size: give NAME, ",
             "--model 80b:2": "; did you mean 8b?",
+            "--model 8b:33": "--model 8b:33 asks for 33 layers, but 8b has 32",
+            "--model {tiny}/config.json": "config.json: this is a checkpoint of this project already",
+            "--model {}/none.json": "none.json",
             "--model 8b --prompt a": "--model has no tokenizer: use --prompt ids:",
             "--model 1b:int4:48 --prompt-length 3": "group size 48 is none of 32, 64, 128",
             "--model 1b --chat": "--chat without a prompt takes no --batch, and needs a checkpoint with a tokenizer",

@@ -13,9 +13,10 @@ from extras.measure import advise
 from extras.measure.advise import Machine, Times
 from extras.measure.clock import variants
 from extras.measure.link import LINKS
-from ladder.checkpoints.sizes import SIZES, RandomWeights
+from ladder.checkpoints.random_weights import RandomWeights
 from ladder.errors import InputError
 from ladder.memory import step_bytes
+from ladder.sources.sizes import named_size
 from model import WIRINGS, all_wirings, find_wiring
 from tp import load_shard
 
@@ -123,7 +124,7 @@ def test_the_work_is_that_of_the_largest_shard(tp_size, changes):
 
 
 def test_times_are_bytes_or_operations_over_their_rate():
-    machine, config = Machine("m", 1e12, 1e14), SIZES["70b"]
+    machine, config = Machine("m", 1e12, 1e14), named_size("70b")
     work = advise.decode_work(config, torch.bfloat16, 8, 1, 1000)
     weights = 2 * 8192 * 10 * 128 + 2 * 8192 * 8 * 128
     assert work["attention"].n_bytes == weights + 2 * 2 * 128 * 1000
@@ -252,7 +253,7 @@ def test_copies_of_a_mixture_stand_beside_the_shared_out_model(capsys):
         r"shared out, 30.9 GB each: (.*)\n",
         capsys.readouterr().out,
     )
-    config = SIZES["30b-a3b"]
+    config = named_size("30b-a3b")
     alone = (
         sum(
             n * work.n_bytes

@@ -14,7 +14,7 @@ from extras.measure.clock import run_layers
 from extras.measure.exposed import Case, own_all_reduce, replays
 from generate import Runner
 from ladder.benchmarking import timed
-from ladder.checkpoints.sizes import RandomWeights
+from ladder.checkpoints.random_weights import RandomWeights
 from ladder.decoding.batch import make_cache
 from ladder.ranks.world import World
 from tp import TensorParallel, load_shard

@@ -10,10 +10,11 @@ from quantized_models import E4M3_VALUES, e4m3_value, expected_logits, quantized
 from running import run_ranks
 
 import tp
-from ladder.checkpoints import checkpoint, rounding, sizes
+from ladder.checkpoints import checkpoint, random_weights, rounding
 from ladder.errors import InputError
 from ladder.kernels import quant_kernels, quant_linear, registry
 from ladder.kernels.gpu import integers
+from ladder.sources.sizes import named_size
 
 CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160, quant="fp8")
 
@@ -115,8 +116,8 @@ def test_ranks_get_neurons_in_multiples_of_16():
 
 
 def test_random_weights_have_the_deviation_of_floats():
-    config = sizes.named_size("1b:1:fp8")
-    weights = sizes.RandomWeights(config, "cpu")
+    config = named_size("1b:1:fp8")
+    weights = random_weights.RandomWeights(config, "cpu")
     linear = quant_linear.QuantLinear((300, 200), "fp8", None)
     weights.fill(linear.weight, "layers.0.attention.wo.weight")
     weights.fill(linear.scales, "layers.0.attention.wo.scales")

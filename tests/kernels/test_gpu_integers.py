@@ -8,10 +8,11 @@ import torch
 from helpers import ROOT, counted_kernels
 
 import generate
-from ladder.checkpoints import checkpoint, sizes
+from ladder.checkpoints import checkpoint, random_weights
 from ladder.kernels import quant_kernels, quant_linear, registry
 from ladder.kernels.gpu.integers import INT4_FLOAT_ROWS, pack_int4, unpacked
 from ladder.ranks.world import World
+from ladder.sources.sizes import named_size
 
 
 # a part of a tile, whole tiles, some and a part; sums in 7 parts, some of them empty, and in one
@@ -85,10 +86,10 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
     ("", "cuda", "bfloat16", False),
 ])  # fmt: skip
 def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, dtype, used, monkeypatch):
-    config, calls = sizes.named_size(f"1b:1:{quant}" if quant else "1b:1"), []
+    config, calls = named_size(f"1b:1:{quant}" if quant else "1b:1"), []
     linear = quant_linear.QuantLinear((8, 128), quant, 64)
     loaded = types.SimpleNamespace(config=config, dtype=checkpoint.DTYPES[dtype], modules=lambda: [loaded, linear])
-    monkeypatch.setattr(sizes, "RandomWeights", lambda *_: None)
+    monkeypatch.setattr(random_weights, "RandomWeights", lambda *_: None)
     monkeypatch.setattr(generate, "load_shard", lambda *_: loaded)
     for key in quant_kernels.PACKERS:
         monkeypatch.setitem(quant_kernels.PACKERS, key, lambda linears, key=key: calls.append((*key, linears)))
