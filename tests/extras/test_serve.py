@@ -827,8 +827,10 @@ def test_what_runs_too_long_after_sigterm_is_cut(tmp_path):
         running.readline()
         start = time.monotonic()
         server.process.terminate()
-        assert "the server has stopped" in running.read().decode().split("data: ")[-1]
-        assert server.process.wait(9) == 0 and 9 < time.monotonic() - start < 14 and server.said == ""
+        *tokens, last = running.read().decode().split("data: ")
+        assert "the server has stopped" in last and time.monotonic() - start > 9
+        assert len(tokens) < 16000  # it was cut long before its end, however busy the machine is
+        assert server.process.wait(60) == 0 and server.said == ""
 
 
 def test_the_official_client(server):
