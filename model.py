@@ -13,6 +13,7 @@ rank holds; config.n_heads and config.n_kv_heads count those of the whole model.
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -263,6 +264,11 @@ def attention_plus_mlp(x, block, metadata, cache):
     return block.attention(x, metadata, cache) + block.feed_forward(x)
 
 
+def as_defined_now(function):
+    """Return what a function's file has by its name now: model.mlp_sublayer = mine changes all models at once."""
+    return getattr(sys.modules[function.__module__], getattr(function, "__name__", ""), function)
+
+
 @dataclasses.dataclass(frozen=True)
 class Wiring:
     """The sublayers of a model, and what they read.
@@ -314,6 +320,10 @@ class Wiring:
         """What may follow its name in Config.wiring."""
         layers = (":N", ":I,J,...", ":I-J") if self.takes_layers else ()
         return (*layers, "-K") if self.stale else layers
+
+    def run(self, x, sublayers, comm, config):
+        """Return the generator that the loop makes."""
+        return as_defined_now(self.loop)(x, sublayers, comm, config)
 
     def configured(self, parsed):
         """Return this Wiring with what the text says of it, a wiring_text.Parsed."""
@@ -380,7 +390,8 @@ def list_sublayers(config, layers, metadata=None, cache=None):
     while i < len(layers):
         wiring = wirings[i]
         side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
-        sublayers += [(functools.partial(_run_blocks, h, side_by_side), wiring.stale) for h in wiring.block_sublayers]
+        for h in wiring.block_sublayers:
+            sublayers.append((functools.partial(_run_blocks, as_defined_now(h), side_by_side), wiring.stale))
         i += wiring.blocks
     return sublayers
 
@@ -648,7 +659,7 @@ class Transformer(nn.Module):
     def loop(self, x, metadata, cache=None):
         """Return the loop from the embeddings x (B, S, D) to the last layer."""
         sublayers = list_sublayers(self.config, self.layers, metadata, cache)
-        return self.config.named_wiring.loop(x, sublayers, self.loop_comm(), self.config)
+        return self.config.named_wiring.run(x, sublayers, self.loop_comm(), self.config)
 
     def loop_comm(self):
         """Return the Collectives of a new loop: `comm`, or what an architecture puts around it."""

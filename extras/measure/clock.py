@@ -92,5 +92,5 @@ def run_layers(config, attention, feed_forward, all_reduce, splits=1, flight=0.0
     clock, block = Clock(all_reduce, flight), SimpleNamespace(attention_norm=lambda x: x, ffn_norm=lambda x: x)
     block.attention, block.feed_forward = attend, lambda *_: clock.advance(feed_forward)
     sublayers = list_sublayers(config, [block] * config.n_layers)
-    interleave([config.named_wiring.loop(0.0, sublayers, clock, config) for _ in range(splits)])
+    interleave([config.named_wiring.run(0.0, sublayers, clock, config) for _ in range(splits)])
     return clock

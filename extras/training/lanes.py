@@ -61,6 +61,6 @@ def loops(model, x, metadata):
 
     def loop(lane):
         blocks = [in_lane(block, lane) for block in model.layers]
-        return config.named_wiring.loop(x, list_sublayers(config, blocks, metadata), comm, config)
+        return config.named_wiring.run(x, list_sublayers(config, blocks, metadata), comm, config)
 
     return [loop(lane) for lane in range(n_lanes)]

@@ -32,4 +32,4 @@ def loop(model, config, x, metadata, known=(), recorded=None, around=None):
 
     sublayers = enumerate(list_sublayers(config, model.layers, metadata))
     wrapped = [(sublayer(i, h), stale) for i, (h, stale) in sublayers]
-    return config.named_wiring.loop(x, wrapped, model.loop_comm(), config)
+    return config.named_wiring.run(x, wrapped, model.loop_comm(), config)

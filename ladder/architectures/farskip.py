@@ -16,15 +16,16 @@ import dataclasses
 import functools
 import math
 
+import model
 from ladder.architectures.mixture import Mixture, experts_apart
 from ladder.errors import InputError
 from ladder.wiring_text import wiring_name
-from model import Wiring, attention_sublayer, residual_loop
+from model import Wiring
 
 
 def attention_apart(x, block, metadata, cache):
     """Return (the partial, None), since an attention has no shared expert."""
-    return attention_sublayer(x, block, metadata, cache), None
+    return model.attention_sublayer(x, block, metadata, cache), None
 
 
 APART = attention_apart, experts_apart
@@ -48,7 +49,7 @@ def farskip_loop(x, sublayers, comm, config, early=APART):
     waits = [i in after_dense or APART[i % 2] not in early for i in range(len(sublayers))]
     stales = [0 if waits[i] else stale for i, (_, stale) in enumerate(sublayers)]
     ladder = [(functools.partial(with_outputs, h, n), n) for (h, _), n in zip(sublayers, stales, strict=True)]
-    return residual_loop(x, ladder, comm, config)
+    return model.residual_loop(x, ladder, comm, config)
 
 
 class FarSkip(Wiring):

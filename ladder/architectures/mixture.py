@@ -11,11 +11,12 @@ import re
 import torch
 import torch.nn as nn
 
+import model
 from ladder.architectures import Architecture
 from ladder.architectures.experts import GPU_KERNELS, Experts
 from ladder.errors import FieldError, InputError, as_json
 from ladder.sources.matrices import Renamed
-from model import FeedForward, Linear, mlp_sublayer
+from model import FeedForward, Linear
 
 # {Mixture.router: the scores of float32 logits}. All but "softmax" compute the logits in float32, too.
 ROUTERS = {"softmax": lambda x: x.softmax(-1), "softmax in float32": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
@@ -196,7 +197,7 @@ def experts_apart(x, block, metadata, cache):
     """Return (the partial of the routed experts or of a dense MLP, the shared expert's output or None)."""
     if isinstance(block.feed_forward, MoE):
         return block.feed_forward(block.ffn_norm(x), apart=True)
-    return mlp_sublayer(x, block, metadata, cache), None
+    return model.mlp_sublayer(x, block, metadata, cache), None
 
 
 # ---- Hugging Face folders --------------------------------------------------------------------------------------------

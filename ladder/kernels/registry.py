@@ -316,9 +316,11 @@ def fingerprint(model):
     """Return what an edit of a model in this process changes; what was compiled or captured before does not know of it.
 
     That is its modules' types, tensors, hooks and attributes, its collectives, and the functions in the files that
-    define their classes. Two fingerprints are compared by same_fingerprint.
+    define their classes and its wirings' functions. Two fingerprints are compared by same_fingerprint.
     """
     files = {sys.modules[type(model.comm).__module__]}
+    for wiring in {*model.config.layer_wirings}:
+        files |= {sys.modules[function.__module__] for function in (wiring.loop, *wiring.block_sublayers)}
     parts = [type(model.comm), MODULE_CALL, *vars(torch.nn.functional).values()]
     parts += [*nn.modules.module._global_forward_hooks.values(), *nn.modules.module._global_forward_pre_hooks.values()]
     for module in model.modules():

@@ -7,15 +7,15 @@ alone has one lane on each rank.
 import dataclasses
 import functools
 
+import model
 from ladder.lanes.laneformer import LANEFORMER
 from ladder.lanes.lanes import LaneWiring
-from model import attention_sublayer, mlp_sublayer, residual_loop
 
 
 def attention_into_mlp(x, block, metadata, cache):
     """Sync-point drop: the MLP reads the lane's own partial y of the attention, without an all-reduce between them."""
-    y = attention_sublayer(x, block, metadata, cache)
-    return y + mlp_sublayer(x + y, block, metadata, cache)
+    y = model.attention_sublayer(x, block, metadata, cache)
+    return y + model.mlp_sublayer(x + y, block, metadata, cache)
 
 
 def delayed_loop(x, sublayers, comm, config):
@@ -29,7 +29,7 @@ def delayed_loop(x, sublayers, comm, config):
         return own[-1]
 
     delayed = [(functools.partial(with_own, h, stale), stale) for h, stale in sublayers]
-    return residual_loop(x, delayed, comm, config)
+    return model.residual_loop(x, delayed, comm, config)
 
 
 class Delayed(LaneWiring):

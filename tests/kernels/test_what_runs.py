@@ -23,6 +23,7 @@ import tp
 from ladder.architectures import heads
 from ladder.errors import InputError
 from ladder.kernels import digests, quant_kernels, quant_linear, registry
+from ladder.lanes import wirings
 from ladder.layers import attention_inputs, norms
 from ladder.ranks.world import World
 
@@ -627,3 +628,42 @@ def test_a_loop_that_does_not_say_that_it_obeys_stale_takes_no_layers(monkeypatc
     with pytest.raises(InputError, match="no such wiring: 'mine:1'; write mine"):
         change(CONFIG, wiring="mine:1")
     assert change(CONFIG, wiring="mine").named_wiring.forms == ()
+
+
+HOW = [{}, pytest.param({"compile": True}, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("wiring", ["standard", "ladder", "pair-ladder", "spd", "delayed"])
+def test_a_sublayer_that_is_replaced_in_model_runs_in_a_loaded_model(wiring, how, monkeypatch):
+    """Half of each MLP is what half of w2 makes."""
+    net, twin = load("float32", wiring=wiring), load("float32", wiring=wiring)
+    before = logits(net, **how)
+    for block in twin.layers:
+        block.feed_forward.w2.weight.data *= 0.5
+    halved_w2, plain = logits(twin), model.mlp_sublayer
+    monkeypatch.setattr(model, "mlp_sublayer", lambda *arguments: 0.5 * plain(*arguments))
+    after = logits(net, **how)
+    assert (after - halved_w2).abs().max() < 1e-4 * after.abs().max()
+    assert (after - before).abs().max() > 0.1 * after.abs().max()
+
+
+@pytest.mark.slow
+def test_a_loop_of_lanes_that_is_replaced_is_compiled_anew(monkeypatch):
+    net = load("float32", wiring="delayed")
+    runner = generate.Runner(net, net.new_cache(1, 8), compile=True)
+    before = runner.built_for
+    monkeypatch.setattr(wirings, "delayed_loop", model.residual_loop)
+    runner.renew_passes()
+    assert not registry.same_fingerprint(before, runner.built_for)
+
+
+@pytest.mark.parametrize("wiring", ["ladder", "delayed", "farskip"])
+def test_a_loop_that_is_replaced_in_model_runs_in_a_loaded_model(wiring, monkeypatch):
+    """This one leaves the first sublayer out."""
+    mixture = {"n_experts": 4, "experts_per_token": 2, "expert_size": 16} if wiring == "farskip" else None
+    net = load("float32", wiring=wiring, mixture=mixture)
+    before, plain = logits(net), model.residual_loop
+    monkeypatch.setattr(model, "residual_loop", lambda x, sublayers, *rest: plain(x, sublayers[1:], *rest))
+    after = logits(net)
+    assert (after - before).abs().max() > 0.1 * before.abs().max()
