@@ -286,9 +286,10 @@ def eight_bits(config):
 
 
 def replace_matrices(model):
-    """Replace the linears and embeddings of a Transformer by integer ones.
+    """Replace the linears, the embeddings and the matrices of experts of a Transformer by integer ones.
 
-    Those that config.not_quantized or an Architecture names stay floats, such as the matrices that choose experts.
+    Those that config.not_quantized or an Architecture names stay floats, such as the matrices that choose experts, and
+    so does any other module, also a linear with a forward of its own: an integer one would not compute the same.
     """
     config, listed = model.config, eight_bits(model.config)
     unknown = {name for name in listed if "." in name}
@@ -298,7 +299,10 @@ def replace_matrices(model):
         name = path.rpartition(".")[2]
         table = "tok_embeddings" if name == "output" and config.tie_embeddings else name
         weight = getattr(module, "weight", None)
-        if weight is None or weight.dim() == 1 or table in kept:
+        if weight is None or table in kept:
+            return None
+        forward = type(module).forward.__qualname__  # a subclass may inherit it
+        if forward not in ("Linear.forward", "Embedding.forward") and weight.dim() < 3:  # 3: the matrices of experts
             return None
         kind = QuantEmbedding if type(module) is nn.Embedding else QuantLinear
         quant, group_size = config.quant, config.group_size
