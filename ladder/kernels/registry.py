@@ -346,27 +346,6 @@ def has_hooks(model):
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def stop_using():
-    """Let no kernel stand in any longer, in this process."""
-    for function in used:
-        function.kernels = ()
-    used.clear()
-
-
-@contextlib.contextmanager
-def plain_only():
-    """Let no kernel stand in within this block."""
-    before = [(function, function.kernels) for function in used]
-    stop_using()
-    try:
-        yield
-    finally:
-        stop_using()
-        for function, kernels in before:
-            function.kernels = kernels
-            used[function] = None
-
-
 # ---- What a plain function calls, and its digest ---------------------------------------------------------------------
 
 
@@ -412,16 +391,10 @@ def _add_calls_in(calls, tree, scope, owner):
             if parents and callable_in_project(vars(parents[0])[node.attr]):
                 _add_call(calls, parents[0], node.attr)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if (
-                node.value.id == "self"
-                and inspect.isclass(owner)
-                and callable_in_project(inspect.getattr_static(owner, node.attr, None))
-            ):
-                _add_call(calls, owner, node.attr)
-            elif getattr(scope, node.value.id, None) is torch.nn.functional:
-                _add_call(calls, torch.nn.functional, node.attr)
-            elif callable_in_project(getattr(getattr(scope, node.value.id, None), node.attr, None)):
-                _add_call(calls, getattr(scope, node.value.id), node.attr)
+            namespace = owner if node.value.id == "self" else getattr(scope, node.value.id, None)
+            is_own = callable_in_project(inspect.getattr_static(namespace, node.attr, None))
+            if is_own or namespace is torch.nn.functional:
+                _add_call(calls, namespace, node.attr)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in vars(scope):
             value = vars(scope)[node.id]
             if callable_in_project(value) or isinstance(value, int | float | str | tuple):
