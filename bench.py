@@ -28,7 +28,7 @@ from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import Sampler, make_cache
-from ladder.errors import InputError
+from ladder.errors import InputError, naming
 from ladder.memory import step_bytes
 from ladder.progress import progress
 from ladder.ranks import launch
@@ -187,7 +187,7 @@ def parse(argv):
     _, config = flags.read_config(args)
     for wiring in args.wiring:
         for tp in args.tp:
-            with flags.naming(f"--wiring {wiring} --tp {tp}"):
+            with naming(f"--wiring {wiring} --tp {tp}"):
                 shard_plan(rewired(config, wiring), 0, (1,) * tp)  # raises InputError before any rank starts
     if args.prompt_length + args.new_tokens > config.max_seq_len:
         asked = f"--prompt-length {args.prompt_length} and --new-tokens {args.new_tokens}"

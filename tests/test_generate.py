@@ -36,12 +36,12 @@ import eval
 import generate
 import tp
 from complete import complete, load
+from extras.serve.sample_rows import sample_rows
 from generate import Runner
 from ladder.checkpoints import checkpoint, sizes
 from ladder.command_line.prompts import read_prompts
 from ladder.decoding import fast_sampling
 from ladder.decoding.batch import SINGLE_DEVICE, Sampler, make_cache, round_up
-from ladder.decoding.sample_rows import sample_rows
 from ladder.errors import InputError
 from ladder.kernels import registry
 from ladder.ranks.world import World
