@@ -130,16 +130,14 @@ class File:
         return self.take(f"{self.take('Q')[0]}s")[0].decode(errors="replace")
 
     def value(self, kind):
+        return self.several(*self.take("IQ")) if kind == ARRAY else self.several(kind, 1)[0]
+
+    def several(self, kind, count):
         if kind == STRING:
-            return self.text()
-        if kind in NUMBERS:
-            return self.take(NUMBERS[kind])[0]
-        if kind != ARRAY:
-            raise InputError(f"a value of type {kind} is not read")
-        kind, count = self.take("IQ")
-        if kind != STRING and kind not in NUMBERS:
-            raise InputError(f"a list of values of type {kind} is not read")
-        return [self.text() for _ in range(count)] if kind == STRING else [*self.take(f"{count}{NUMBERS[kind]}")]
+            return [self.text() for _ in range(count)]
+        if kind not in NUMBERS:
+            raise InputError(f"values of type {kind} are not read")
+        return [*self.take(f"{count}{NUMBERS[kind]}")]
 
 
 class Blocks(Affine):

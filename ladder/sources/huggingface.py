@@ -326,7 +326,8 @@ def llama_name(name, norms):
     text = re.sub(r"^((model|language_model)\.)*", "", name)  # older folders have them in another order
     text = text if text.startswith("lm_head.") else f"model.{text}"
     module = f".{text}".split(".")[-2]
-    return text.replace(module, norms.get(module, module)), norms.get(module, module)
+    name = norms.get(module, module)
+    return text.replace(module, name), name
 
 
 class LlamaWeights(Renamed, Source):
