@@ -241,14 +241,13 @@ def use(kernels):
     """Let Kernels stand in, in this process, where the source is what they were made for; say where it is not."""
     if is_off():
         return
-    digests = json.loads(DIGESTS.read_text())
     off_for = {}  # {a function that was changed: the Kernels that are off for it}
     for kernel in kernels:
         function = pkgutil.resolve_name(kernel.name)
         if any(ready.kernel == kernel for ready in getattr(function, "kernels", ())):
             continue
         calls = functions_of(kernel)
-        changed = changed_functions(calls, digests)
+        changed = changed_functions(calls)
         for name in changed:
             off_for.setdefault(name, []).append(kernel)
         if not changed and hasattr(function, "kernels"):
@@ -260,8 +259,9 @@ def use(kernels):
         say_once(f"{name} was changed: it runs as written, without the kernels of {names} ({gains})", key=name)
 
 
-def changed_functions(calls, digests):
-    """Return the names of the Calls whose source has another digest."""
+def changed_functions(calls):
+    """Return the names of the Calls whose source is not what the kernels were made for."""
+    digests = json.loads(DIGESTS.read_text())
     return [call.name for call in calls if call.is_ours and digests.get(call.name) != digest(call.function)]
 
 
@@ -284,7 +284,7 @@ def is_edited(kernel):
     if ready is None or has_replaced(ready):
         calls = functions_of(kernel)
         ready = make_ready(kernel, calls)
-        edited = bool(changed_functions(calls, json.loads(DIGESTS.read_text())))
+        edited = bool(changed_functions(calls))
         watched[kernel.name] = ready, edited
     return edited
 
