@@ -32,7 +32,7 @@ from ladder.errors import InputError, naming
 from ladder.memory import step_bytes
 from ladder.progress import progress
 from ladder.ranks import launch
-from ladder.ranks.world import local_rank_and_size, rank_and_size
+from ladder.ranks.world import rank_and_size
 from model import rewired
 from tp import shard_plan
 
@@ -69,13 +69,6 @@ def make_cells(models, args, world):
         return cells
     from ladder.kernels import compiling
 
-    if world.tp_size > 1 and world.device.type == "cpu":  # the ranks of a machine divide the work
-        world.say(f"tp {world.tp_size}: compiling {len(cells)} cells ...")
-        local, size = local_rank_and_size(world.rank, world.tp_size)
-        for own in True, False:  # and then take from the machine's cache what the others compiled
-            for cell in [cell for i, cell in enumerate(cells.values()) if (i % size == local) == own]:
-                compiling.compile_ahead(*cell)
-            world.gather(None)  # waits for all ranks
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         compiling.warm_up(*cell, args.new_tokens, Sampler(0, device=world.device))
         world.say(f"tp {world.tp_size}: compiled {n} of {len(cells)}, {wiring} at batch {batch}")

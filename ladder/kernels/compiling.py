@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ladder.decoding.batch import Sampler, pad
+from ladder.decoding.batch import pad
 from ladder.errors import InputError
 from ladder.kernels import compilers, registry
 from ladder.kernels.cpu import loading
@@ -92,30 +92,6 @@ def _compiling():
             yield
     finally:
         gc.enable()
-
-
-@torch.inference_mode()
-def compile_ahead(runner, prompts):
-    """Compile a CPU's decode step, also into the cache of this machine, without running it.
-
-    So ranks whose shards are alike can compile several runners at the same time: warm_up then finds all of them.
-    """
-    from torch._inductor.compile_fx import compile_fx
-
-    def backend(graph, inputs):
-        compiled = compile_fx(graph, inputs, config_patches=CPU_OPTIONS)
-
-        def run(*inputs):
-            if ahead:
-                raise InterruptedError
-            return compiled(*inputs)
-
-        return run
-
-    ahead, runner.decode_model = True, torch.compile(runner.model, fullgraph=True, dynamic=False, backend=backend)
-    with _compiling(), contextlib.suppress(InterruptedError):
-        runner.step([[*prompt, 0] for prompt in prompts], None, Sampler(0))
-    ahead = False
 
 
 @torch.inference_mode()
