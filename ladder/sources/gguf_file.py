@@ -22,6 +22,7 @@ from ladder.sources.quantized_formats import Affine, QuantizedWeights, errors_of
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # types of values
 STRING, ARRAY = 8, 9
+ROWS = 4096  # of W that are dequantized at a time
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEYS = {  # config.json's, as far as a family has them: GGUF's
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
@@ -155,29 +156,37 @@ class Blocks(Affine):
     def floats(self):
         if self.kind in FLOATS:
             return torch.from_numpy(self.data.copy()).view(FLOATS[self.kind]).view(self.shape)
-        return self.dequantized({})
+        return self.dequantized({}, lambda w: w)
 
-    def dequantized(self, changes):
-        """Return what the package gguf makes of the blocks with changes, {first byte: what stands there instead}."""
+    def dequantized(self, changes, keep):
+        """Return keep(W), where W is what the package gguf makes of the blocks with changes. W takes 4 bytes a number.
+
+        changes: {first byte of each block: what stands there instead}. keep: a function from rows of W to what is kept.
+        """
         import gguf
 
-        data = self.data.reshape(-1, self.width).copy()
-        for start, replacement in changes.items():
-            data[:, start : start + len(replacement)] = np.frombuffer(replacement, np.uint8)
-        try:
-            with np.errstate(all="ignore"):  # what is not finite is refused later
-                values = gguf.dequantize(data.reshape(self.data.shape), gguf.GGMLQuantizationType[self.kind])
-        except NotImplementedError:
-            raise InputError(f"type {self.kind} is not read") from None
-        return torch.from_numpy(values).view(self.shape)
+        kind, pieces = gguf.GGMLQuantizationType[self.kind], []
+        rows = self.data.reshape(-1, self.data.shape[-1])
+        for piece in np.array_split(rows, len(rows) // ROWS + 1):
+            blocks = piece.reshape(-1, self.width).copy()
+            for start, replacement in changes.items():
+                blocks[:, start : start + len(replacement)] = np.frombuffer(replacement, np.uint8)
+            try:
+                with np.errstate(all="ignore"):  # what is not finite is refused later
+                    w = gguf.dequantize(blocks.reshape(piece.shape), kind)
+            except NotImplementedError:
+                raise InputError(f"type {self.kind} is not read") from None
+            pieces.append(keep(torch.from_numpy(w)))
+        return torch.cat(pieces).view(*self.shape[:-1], -1)
 
     def of_groups(self, changes):
         """Return what `dequantized` does, of each group its first number."""
-        return self.dequantized(changes)[..., :: FORMATS[self.kind].group]
+        group = FORMATS[self.kind].group
+        return self.dequantized(changes, lambda w: w[:, ::group].contiguous())
 
     def q(self):
         known = FORMATS[self.kind]
-        return (self.dequantized(known.scales_of_1) + known.offset).to(torch.int8)
+        return self.dequantized(known.scales_of_1, lambda w: (w + known.offset).to(torch.int8))
 
     def scales(self):
         return self.of_groups(FORMATS[self.kind].ones)
