@@ -57,7 +57,7 @@ def make_ways(args, world):
         model = copy.copy(base)
         model.config = rewired(config, wiring)
         model.comm = TensorParallel(model.config, world.shares, world.groups[comm])
-        model.comm.slow_link = world.slow_link
+        model.comm.slow_link = base.comm.slow_link
         rows, length = (n, FILLED) if kind == "decode" else (1, n)
         runner = generate.Runner(model, make_cache(model, rows, length + 1))
         run = replays(runner, *pad([[1] * length] * rows, world.device))[kind]

@@ -186,11 +186,6 @@ def eos_ids(values, hf, generated):
     return tuple(dict.fromkeys(i for i in result if i not in (None, -1)))  # -1: no token
 
 
-def config_from_hf(path):
-    """Return the Config that a Hugging Face config.json (and the generation_config.json beside it) describes."""
-    return read_config(read_json(path), path, read_generation(path))[1]
-
-
 def read_generation(path):
     """Return the values of the generation_config.json beside a config.json, {} if there is none."""
     path = path.with_name("generation_config.json")
