@@ -353,6 +353,8 @@ def test_two_nodes(tiny, greedy, out):
     nodes = [subprocess.Popen([*launcher, f"--node_rank={r}", *words], stderr=subprocess.PIPE) for r in (1, 0)]
     errors = [node.communicate(timeout=HANGS)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], errors
+    met = b"all 2 ranks have met; what they compute is printed at 127.0.0.1"
+    assert [met in text for text in errors] == [True, False]
     assert json.loads(out.read_text())["tokens"] == [greedy("ladder")[0]]
 
 

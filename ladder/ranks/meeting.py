@@ -81,6 +81,9 @@ def meet(device, flags):
     world.devices = world.gather(visible[world.device.index] if world.device.type == "cuda" else f"CPU of {rank}")
     make_group(world, flags)
     world.group = connect(world)
+    if rank > 0 and world.nodes.index(world.nodes[rank]) == rank:  # the first one of another machine
+        there = os.environ.get("MASTER_ADDR", "rank 0's machine")
+        print(f"all {tp_size} ranks have met; what they compute is printed at {there}", file=sys.stderr, flush=True)
     progress.at("preparation", timed=False)
     return world
 
