@@ -6,6 +6,7 @@ import json
 import torch
 import transformers
 from helpers import last_logits
+from running import run_main
 
 import convert_hf_checkpoint
 import generate
@@ -128,7 +129,7 @@ def config_from_values(folder, values):
 
 def convert(source, out, *args):
     """Run the converter and return its model on one device, in float32."""
-    convert_hf_checkpoint.main([str(source), "--out", str(out), *map(str, args)])
+    run_main(convert_hf_checkpoint, source, "--out", out, *args)
     config = checkpoint.read_config(out)
     return tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")
 

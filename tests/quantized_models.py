@@ -16,7 +16,7 @@ from helpers import (
     write_model,
 )
 from reference import Reference
-from running import run_ranks
+from running import run_main, run_ranks
 from safetensors.torch import load_file
 
 import quantize
@@ -135,7 +135,7 @@ def check_quantized_twin(config, exact, mode, ranks, tmp_path):
     """Quantize the tensors `exact`; the logits of ranks are those of the integers as floats. Returns their names."""
     write_model(tmp_path / "float", config, exact)
     options = ["--group-size", "32"] if mode == "int4" else []
-    quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
+    run_main(quantize, "--checkpoint", tmp_path / "float", "--mode", mode, *options, "--out", tmp_path / mode)
     own = checkpoint.read_config(tmp_path / mode)
     state = load_file(tmp_path / mode / "model.safetensors")
     expected = rank_logits(None, config, dequantized_state(state))

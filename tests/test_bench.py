@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 
 import pytest
 import torch
+from cases import refused, slow_case
 from decoding_runs import bench_flags, cell_texts
 from helpers import ROOT
 from running import HANGS, main_on_ranks, run_ranks
@@ -17,7 +19,6 @@ from running import HANGS, main_on_ranks, run_ranks
 import bench
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
-from ladder.errors import InputError
 from ladder.ranks.world import World
 
 WIRINGS = ["standard", "ladder", "parallel-ladder", "spd", "upper-bound"]
@@ -26,8 +27,8 @@ WIRINGS = ["standard", "ladder", "parallel-ladder", "spd", "upper-bound"]
 # ---- The cells -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [[], pytest.param(["--compile"], marks=pytest.mark.slow, id="compiled")])
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3))])
+@pytest.mark.parametrize("how", [[], slow_case(["--compile"], id="compiled")])
+@pytest.mark.parametrize("ranks", [1, *(slow_case(ranks) for ranks in (2, 3))])
 def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny):
     names = WIRINGS[:3] if how else WIRINGS
     words = bench_flags(tiny, "--batch", 1, 2, "--dtype", "float32", *how, "--wiring", *names)
@@ -115,9 +116,7 @@ def test_speedups_are_paired_by_round_and_told_from_noise():
 def test_bad_flags_are_one_line_before_any_rank_starts(words, message, monkeypatch):
     monkeypatch.setattr(bench, "start", lambda *_: pytest.fail("started"))
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(InputError) as e:
-        bench.main(shlex.split(words))
-    assert message in str(e.value) and "\n" not in str(e.value)
+    refused(re.escape(message), bench.main, shlex.split(words))
 
 
 def test_the_ranks_start_once_for_each_number(monkeypatch):

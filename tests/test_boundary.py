@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import slow_case
 from helpers import ROOT
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("extras/*/__init__.py"))
@@ -26,7 +27,7 @@ def core_tests():
     return [str(path) for path in tests]
 
 
-@pytest.mark.parametrize("folder", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in FOLDERS)])
+@pytest.mark.parametrize("folder", [None, *(slow_case(name) for name in FOLDERS)])
 def test_the_core_runs_without(folder, tmp_path):
     """Without the folder or, for None, without all of extras/."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

@@ -6,16 +6,16 @@ import math
 
 import numpy as np
 import pytest
+from cases import refused
 from configs import BASE
 from helpers import ROOT, random_model, shard, train_tokenizer, unequal_rows
 from reference import Reference
-from running import main_on_ranks, run_ranks
+from running import main_on_ranks, run_main, run_ranks
 
 import eval as evaluate
 from complete import load
 from ladder import scoring
 from ladder.checkpoints import checkpoint, writing
-from ladder.errors import InputError
 from ladder.text.tokenizer import load_tokenizer
 
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
@@ -107,7 +107,7 @@ def text(tmp_path):
 def evaluated(capsys, *flags, ranks=1):
     """(the line, what was said) of eval.py; of several ranks only the first prints."""
     if ranks == 1:
-        evaluate.main([str(flag) for flag in flags])
+        run_main(evaluate, *flags)
         out, err = capsys.readouterr()
     else:
         (out, err), *others = main_on_ranks(ranks, evaluate.main, *flags)
@@ -158,5 +158,14 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
     writing.write_config(tmp_path, checkpoint.read_config(tiny))
     train_tokenizer(["The cat sat on the mat, and a mouse ran over it. "] * 30, 300, tmp_path / "tokenizer.model")
     for model, difference in (ROOT / "demo", "of 300 tokens, and the model's 1,024"), (tmp_path, "token"):
-        with pytest.raises(InputError, match=rf"--compare \S+ has another vocabulary.* {difference}"):
-            evaluate.main(["--checkpoint", str(model), "--text", str(text), "--compare", str(tiny)])
+        refused(
+            rf"--compare \S+ has another vocabulary.* {difference}",
+            run_main,
+            evaluate,
+            "--checkpoint",
+            model,
+            "--text",
+            text,
+            "--compare",
+            tiny,
+        )

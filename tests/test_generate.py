@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,12 @@ import time
 
 import pytest
 import torch
+from cases import refused, slow_case
 from configs import BASE, YARN, change
 from decoding_runs import generate_json, run_generate
-from file_edits import change_tensors, edit_config, edit_state, refused
+from file_edits import change_tensors, edit_config, edit_state
 from helpers import ROOT, counted_kernels, greedy_tokens, naive, p_value, random_model, shard, unequal_rows, write_model
-from running import HANGS, call_main, command, free_port, run_ranks, script
+from running import HANGS, call_main, command, free_port, run_main, run_ranks, script
 
 import eval
 import generate
@@ -68,8 +70,8 @@ def greedy(tiny):
 MAIN = [
     (1, "standard", ["--batch", "6"], False), (1, "ladder", ["--compile"], False), (2, "standard", [], False),
     (2, "standard", ["--shares", "4,1"], True), (3, "ladder", [], False), (4, "ladder", [], False),
-    pytest.param(1, "ladder", ["--compile", "all"], False, marks=pytest.mark.slow),
-    pytest.param(2, "ladder", ["--compile"], True, marks=pytest.mark.slow),
+    slow_case(1, "ladder", ["--compile", "all"], False),
+    slow_case(2, "ladder", ["--compile"], True),
 ]  # fmt: skip
 
 
@@ -129,15 +131,12 @@ def test_the_functions_of_a_notebook(tiny, greedy):
     assert drawn[0] == drawn[1] != drawn[2]
     ladder, _ = load(tiny, dtype="bfloat16", wiring="ladder")
     assert ladder.config.wiring == "ladder" and ladder.norm.weight.dtype == torch.bfloat16
-    with pytest.raises(InputError, match="leaves no room in the context of 64"):
-        complete(model, tokenizer, ["dog " * 90])
+    refused("leaves no room in the context of 64", complete, model, tokenizer, ["dog " * 90])
     for prompts, line in ("a", " is one text"), ([], " is empty"), (["a", ""], r"\[1\] is an empty text"):
-        with pytest.raises(InputError, match=f"prompts{line}"):
-            complete(model, tokenizer, prompts)
+        refused(f"prompts{line}", complete, model, tokenizer, prompts)
     bad = {"draft": "ngrm", "max_new_tokens": 3.5, "proposals": 0, "temperature": None, "stream": "no"}
     for name, value in bad.items():
-        with pytest.raises(InputError, match=f"^{name} is {value!r} but must be "):
-            complete(model, tokenizer, ["a"], **{name: value})
+        refused(f"^{name} is {value!r} but must be ", complete, model, tokenizer, ["a"], **{name: value})
 
 
 def unlike(world, folder, other):
@@ -226,7 +225,7 @@ def test_a_named_size_has_random_weights(monkeypatch, out):
     assert printed == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, slow_case(2)])
 def test_a_line_typed_meanwhile_stops_an_answer(ranks, tiny, tmp_path):
     """It is typed at the third decode step of the first answer, and is the next message."""
     keyboard, terminal = pty.openpty()
@@ -283,7 +282,7 @@ def test_a_chat_is_reset_and_shows_answers_alone(copy):
     assert run_generate(*flags, "--prompt", "a", "--batch", "2")[0] == f"--- {first}\n" * 2
 
 
-@pytest.mark.parametrize("flags", [[], pytest.param(["--compile", "all"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", [[], slow_case(["--compile", "all"])])
 def test_a_chat_with_a_template_and_a_full_context(copy, flags):
     (copy / "tokenizer_config.json").write_text(json.dumps(CHAT))
     flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "2", "--chat", *flags]
@@ -550,7 +549,7 @@ def test_a_long_prompt_leaves_its_neighbours_their_own_end(tiny, out):
     assert drafted["tokens"] == both["tokens"]
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compile", [False, slow_case(True)], ids=["eager", "compiled"])
 def test_decode_reads_only_the_filled_slots_with_one_graph(compile, monkeypatch):
     """What is beyond them holds NaN, which a mask would not keep out of a sum."""
     net = random_model(change(BASE, n_layers=2, heads={"sliding_window": 11, "window_layers": (1,)}))
@@ -608,11 +607,9 @@ def test_an_overflow_of_float16_is_named(tmp_path):
     state["layers.1.feed_forward.w2.weight"] *= 1e5
     write_model(tmp_path, BASE, state, torch.bfloat16)
     flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
-    with pytest.raises(InputError, match="row 0 in step 0 .*--dtype"):
-        generate.main(["--checkpoint", str(tmp_path), *flags])
+    refused("row 0 in step 0 .*--dtype", run_main, generate, "--checkpoint", tmp_path, *flags)
     model = generate.load_model(BASE, str(tmp_path), "float16", World(0, 1, torch.device("cpu")))
-    with pytest.raises(InputError, match="loss of nan .* in float16: .*--dtype"):
-        eval.check_finite(torch.nan, str(tmp_path), model)
+    refused("loss of nan .* in float16: .*--dtype", eval.check_finite, torch.nan, str(tmp_path), model)
     assert eval.check_finite(1.5, str(tmp_path), model) == 1.5
 
 
@@ -670,7 +667,7 @@ def twice(world, compile):
     return greedy[0], logits
 
 
-@pytest.mark.parametrize("ranks, compile", [(3, False), pytest.param(2, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks, compile", [(3, False), slow_case(2, True)])
 def test_the_same_request_twice_gives_the_same_bits(ranks, compile):
     results = run_ranks(ranks, twice, compile)
     for rows, logits in results:
@@ -691,7 +688,7 @@ WO = "layers.1.attention.wo.weight"
 ])  # fmt: skip
 def test_bad_checkpoints_are_one_clear_line(spoil, message, copy):
     spoil(copy)
-    refused(message, generate.main, ["--checkpoint", str(copy), "--prompt", "a"])
+    refused(re.escape(message), run_main, generate, "--checkpoint", copy, "--prompt", "a")
 
 
 def error_of(world, args):

@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from cases import refused
 from configs import ANY_TP, BASE, change
 from helpers import (
     ROOT,
@@ -34,7 +35,7 @@ from quantized_models import (
     exact_weights,
     quantized_state,
 )
-from running import main_on_ranks, run_ranks
+from running import main_on_ranks, run_main, run_ranks
 from safetensors.torch import load_file, save_file
 
 import eval as evaluate
@@ -42,7 +43,6 @@ import generate
 import quantize
 import tp
 from ladder.checkpoints import checkpoint, rounding, writing
-from ladder.errors import InputError
 from ladder.kernels import compiling, quant_kernels, quant_linear, registry
 
 
@@ -247,7 +247,7 @@ def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsy
     """Several files, so that the memory is that of one; a matrix may be in two."""
     write_weights, out = writing.write_weights, tmp_path / mode
     monkeypatch.setattr(writing, "write_weights", lambda f, s, r, shard_bytes: write_weights(f, s, r, 50_000))
-    quantize.main(["--checkpoint", str(folder), "--mode", mode, *flags, "--out", str(out)])
+    run_main(quantize, "--checkpoint", folder, "--mode", mode, *flags, "--out", out)
     printed, told = capsys.readouterr()
     assert re.match(rf"quantizing \d+ matrices, of \d.\d MB in all, to {mode} \.\.\.\n", told)
     assert "times smaller than before" in printed and f"eval.py --checkpoint {out} --compare {folder} --" in printed
@@ -274,7 +274,7 @@ def test_the_text_is_a_file_its_own_or_none(folder, tmp_path, capsys):
 
     def run(out, *text, source=folder):
         flags = "--checkpoint", source, "--mode", "int4", "--out", tmp_path / out, *text
-        quantize.main([str(flag) for flag in flags])
+        run_main(quantize, *flags)
         return load_file(tmp_path / out / "model.safetensors")["layers.0.feed_forward.w2.weight"]
 
     none, file, again, own = run("a", "--text", "none"), run("b", "--text", story), run("c", "--text", story), run("d")
@@ -285,37 +285,37 @@ def test_the_text_is_a_file_its_own_or_none(folder, tmp_path, capsys):
     assert "wiring spd/2: quantized without a text\n" in capsys.readouterr().err
     assert checkpoint.read_config(tmp_path / "e").int8 == ("tok_embeddings",)
     write_model(plain := tmp_path / "plain", change(lanes, wiring="standard"), dtype=torch.bfloat16)
-    with pytest.raises(InputError, match=r"plain has no tokenizer, which --text .*story needs$"):
-        run("f", "--text", story, source=plain)
+    refused(r"plain has no tokenizer, which --text .*story needs$", run, "f", "--text", story, source=plain)
     story.write_text("Once")
-    with pytest.raises(InputError, match=r"^--text .*story has 2 tokens: give 2048, or at least 64$"):
-        run("f", "--text", story)
+    refused(r"^--text .*story has 2 tokens: give 2048, or at least 64$", run, "f", "--text", story)
     assert not (tmp_path / "f").exists()
 
 
 def test_bad_checkpoints_are_one_clear_line(tmp_path):
     def run(source, *flags):
         flags = "--checkpoint", source, "--mode", "int4", "--out", tmp_path / "int4", "--group-size", "32", *flags
-        quantize.main([str(flag) for flag in flags])
+        run_main(quantize, *flags)
 
     write_model(odd := tmp_path / "odd", change(UNQUANTIZED, intermediate_size=172), dtype=torch.bfloat16)
-    with pytest.raises(InputError, match=r"^group size 32 does not divide the columns of w2 \(172\): keep w2$"):
-        run(odd)
+    refused(r"^group size 32 does not divide the columns of w2 \(172\): keep w2$", run, odd)
     matrices = r"wqkv \(64\), w1 \(64\), w3 \(64\), output \(64\), w2 \(172\): keep tok_embeddings,wqkv,w1,w3,output,w2"
-    with pytest.raises(InputError, match=rf"^group size 128 does not .* tok_embeddings \(64\), {matrices}$"):
-        run(odd, "--group-size", "128")
-    with pytest.raises(InputError, match=r"\(64\): use 64, or keep tok_embeddings,wqkv,w1,w3$"):  # a tied head's table
-        change(TIED, group_size=128, not_quantized=("wo", "w2"))
+    refused(rf"^group size 128 does not .* tok_embeddings \(64\), {matrices}$", run, odd, "--group-size", "128")
+    refused(
+        r"\(64\): use 64, or keep tok_embeddings,wqkv,w1,w3$", change, TIED, group_size=128, not_quantized=("wo", "w2")
+    )
     run(odd, "--keep", "w2")
-    with pytest.raises(InputError, match="int4 is quantized .int4.: give the original"):
-        run(tmp_path / "int4", "--out", tmp_path / "again")
+    refused("int4 is quantized .int4.: give the original", run, tmp_path / "int4", "--out", tmp_path / "again")
     state, name = load_file(tmp_path / "int4" / "model.safetensors"), "layers.1.feed_forward.w1.scales"
     for scales, message in (state[name][:, :1].clone(), r"is \(172, 1\), but .* \(172, 2\)"), (state[name] / 0, "NaN"):
         save_file({**state, name: scales}, tmp_path / "int4" / "model.safetensors")
-        with pytest.raises(InputError, match=f"tensor {name} .*{message}"):
-            tp.load_shard(
-                checkpoint.read_config(tmp_path / "int4"), checkpoint.Weights(tmp_path / "int4"), torch.bfloat16, "cpu"
-            )
+        refused(
+            f"tensor {name} .*{message}",
+            tp.load_shard,
+            checkpoint.read_config(tmp_path / "int4"),
+            checkpoint.Weights(tmp_path / "int4"),
+            torch.bfloat16,
+            "cpu",
+        )
 
 
 @pytest.mark.slow
@@ -325,9 +325,9 @@ def test_a_real_checkpoint_keeps_its_perplexity(tmp_path, capsys):
     for flags in [], ["int8"], ["int4"], ["int4", "--text", "none"]:
         folder = tmp_path / "-".join(flags) if flags else ROOT / "demo"
         if flags:
-            quantize.main(["--checkpoint", str(ROOT / "demo"), "--mode", *flags, "--out", str(folder)])
+            run_main(quantize, "--checkpoint", ROOT / "demo", "--mode", *flags, "--out", folder)
         capsys.readouterr()
-        evaluate.main(["--checkpoint", str(folder), "--text", str(text), "--max-tokens", "8000"])
+        run_main(evaluate, "--checkpoint", folder, "--text", text, "--max-tokens", "8000")
         perplexity.append(json.loads(capsys.readouterr().out)["perplexity"])
     plain, int8, int4, fitted = perplexity
     assert int8 < 1.001 * plain and int4 < 1.02 * plain and int4 < fitted, perplexity

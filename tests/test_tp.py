@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from cases import refused, slow_case
 from configs import BASE, BIASED, FAMILIES, ONE_EACH, WIRED, change
 from helpers import (
     StateWeights,
@@ -113,10 +114,16 @@ def test_heads_that_two_ranks_hold_are_refused(monkeypatch):
     """Their partials would not add up, and the text would be nonsense."""
     ranges = tp.head_ranges
     monkeypatch.setattr(tp, "head_ranges", lambda config, rank, shares: ranges(config, 0, shares))
-    with pytest.raises(
-        InputError, match="the ranks hold columns 0 to 24, 0 to 24 of wo: each of its 48 must be held once"
-    ):
-        tp.load_shard(BASE, StateWeights(random_model(BASE).state_dict()), torch.float32, "cpu", 0, (1, 1))
+    refused(
+        "the ranks hold columns 0 to 24, 0 to 24 of wo: each of its 48 must be held once",
+        tp.load_shard,
+        BASE,
+        StateWeights(random_model(BASE).state_dict()),
+        torch.float32,
+        "cpu",
+        0,
+        (1, 1),
+    )
 
 
 def test_a_vector_of_an_mlp_is_cut_as_the_plan_says(monkeypatch):
@@ -187,15 +194,14 @@ def test_tensors_of_any_dtype_are_read_wherever_they_begin(shift, tmp_path):
 def test_a_dtype_that_is_unknown_here_is_refused(tmp_path):
     text = json.dumps({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(2))
-    with pytest.raises(InputError, match="model.safetensors: tensor w holds F4, which is not supported"):
-        checkpoint.Weights(tmp_path).read("w")
+    refused("model.safetensors: tensor w holds F4, which is not supported", checkpoint.Weights(tmp_path).read, "w")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The numbers
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp_size", [2, 3, slow_case(4)])
 def test_all_ranks_compute_what_one_device_does(tp_size):
     check_ranks_against_the_reference(tp_size, CASES)
 
@@ -209,7 +215,7 @@ def test_ranks_of_unequal_shares_compute_what_one_device_does(shares):
     )
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp_size", [2, 3, slow_case(4)])
 def test_a_prefill_in_chunks_and_what_follows_equal_those_in_one(tp_size):
     """Rows of five lengths, whose last tokens are in different splits."""
     windowed = {"heads": {"sliding_window": 3, "window_layers": (0, 2)}}
@@ -257,10 +263,10 @@ def bfloat16_logits(world, config, folder, compile):
 
 
 FEW_ROWS = [(tp_size, {"wiring": "ladder", "n_layers": 2}, False) for tp_size in (1, 2, 3)]
-FEW_ROWS += [pytest.param(4, {"wiring": "ladder", "n_layers": 2}, False, marks=pytest.mark.slow)]
+FEW_ROWS += [slow_case(4, {"wiring": "ladder", "n_layers": 2}, False)]
 FEW_ROWS += [(2, changes, False) for changes in OTHERS[1:8:2]]
-FEW_ROWS += [pytest.param(2, {"wiring": "parallel", "n_layers": 2}, True, marks=pytest.mark.slow)]
-FEW_ROWS += [pytest.param(3, changes, True, marks=pytest.mark.slow) for changes in (FEW_ROWS[0][1], OTHERS[1])]
+FEW_ROWS += [slow_case(2, {"wiring": "parallel", "n_layers": 2}, True)]
+FEW_ROWS += [slow_case(3, changes, True) for changes in (FEW_ROWS[0][1], OTHERS[1])]
 
 
 @pytest.mark.parametrize("tp_size, changes, compile", FEW_ROWS)

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from cases import refused
+from running import run_main
 
 from extras.training import adapt, sharding
 from ladder.checkpoints import checkpoint
-from ladder.errors import InputError
 from ladder.ranks import launch
 from ladder.text.tokenizer import SplittingTokenizer
 
@@ -54,7 +55,7 @@ def train_on_rank(world, argv):
 
 def check_resumption(flags, tmp_path, monkeypatch, rel=0.0):
     flags = [*flags, "--steps", "12", "--eval-every", "3"]
-    adapt.main([*flags, "--out", str(tmp_path / "whole")])
+    run_main(adapt, *flags, "--out", tmp_path / "whole")
     step, save = adapt.optimizer_step, sharding.save
     for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
 
@@ -74,7 +75,6 @@ def check_resumption(flags, tmp_path, monkeypatch, rel=0.0):
             m.setattr(sharding, "save", killed_saving if where == "save" else save)
             adapt.main(flags)
     assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-9", "state-9"]
-    with pytest.raises(InputError, match="holds a run with --lr 0.001, not 0.0001"):
-        adapt.main([*flags, "--lr", "1e-4"])
+    refused("holds a run with --lr 0.001, not 0.0001", adapt.main, [*flags, "--lr", "1e-4"])
     adapt.main(flags)
     check_same_run(tmp_path / "out", tmp_path / "whole", rel)

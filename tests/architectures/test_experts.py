@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from cases import refused, slow_case
 from collective_order import eager_order, generated_code, order_in_code, squeeze
 from configs import BASE, change
 from decoding_runs import bench_flags, cell_texts
@@ -19,7 +20,7 @@ from hf_folders import TOKENS, check_family, check_parity, convert, hf_model
 from parity import check_against_the_reference
 from quantized_models import check_quantized_twin
 from reference import MixtureReference
-from running import run_ranks
+from running import run_main, run_ranks
 from safetensors.torch import load_file, save_file
 
 import model
@@ -33,7 +34,6 @@ from ladder.architectures.mixture import Mixture, MoE
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.sizes import RandomWeights, named_size
 from ladder.decoding.batch import pad
-from ladder.errors import InputError
 from ladder.kernels import registry
 from ladder.kernels.cpu import skinny_gemm
 from ladder.memory import step_bytes
@@ -85,8 +85,7 @@ def test_farskip_is_a_ladder_without_shared_experts_and_dense_layers():
             with torch.no_grad():
                 logits.append(random_model(rewired(config, wiring))(unequal_rows(config)[0]))
         assert (logits[0] - logits[1]).abs().max() > 0.1
-    with pytest.raises(InputError, match="^wiring farskip is for a mixture of experts$"):
-        rewired(BASE, "farskip")
+    refused("^wiring farskip is for a mixture of experts$", rewired, BASE, "farskip")
 
 
 def test_farskip_waits_for_a_dense_layer_alone(fake_world):
@@ -103,8 +102,8 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("ranks, compile, splits", [
-    (2, False, None), ((2, 1), False, 2), (3, False, None), pytest.param(4, False, None, marks=SLOW),
-    *(pytest.param(ranks, *how, marks=SLOW) for ranks in (2, (2, 1), 4) for how in ((True, None), (False, 2))),
+    (2, False, None), ((2, 1), False, 2), (3, False, None), slow_case(4, False, None),
+    *(slow_case(ranks, *how) for ranks in (2, (2, 1), 4) for how in ((True, None), (False, 2))),
 ])  # fmt: skip
 def test_ranks_compute_the_same(ranks, compile, splits):
     for config in CONFIGS if not compile else CONFIGS[-1:]:
@@ -296,7 +295,7 @@ def test_compiled_decode_is_the_eager_one(mode, tmp_path):
     if mode != "bfloat16":
         options = ["--group-size", "32", "--keep", "w2"] if mode == "int4" else []
         folder = tmp_path / mode
-        quantize.main(["--checkpoint", str(tmp_path / "bfloat16"), "--mode", mode, *options, "--out", str(folder)])
+        run_main(quantize, "--checkpoint", tmp_path / "bfloat16", "--mode", mode, *options, "--out", folder)
     how = {"state": load_file(folder / "model.safetensors"), "dtype": torch.bfloat16}
     logits = functools.partial(rank_logits, config=checkpoint.read_config(folder), **how)
     eager, compiled = (run_ranks(2, functools.partial(logits, compile=compile)) for compile in (False, True))
@@ -376,13 +375,20 @@ def test_export_gives_back_the_family(family, tmp_path):
     theirs = hf_model((class_name, changes | {"use_sliding_window": False, "sliding_window": None}))
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours")
-    to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
+    run_main(to_hf, tmp_path / "ours", "--out", tmp_path / "back")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
     assert type(back) is type(theirs)
     with torch.no_grad():
         assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
-    with pytest.raises(InputError, match="a model with mixture has no Hugging Face form"):
-        to_hf.main([str(tmp_path / "ours"), "--ladder", "--out", str(tmp_path / "ladder")])
+    refused(
+        "a model with mixture has no Hugging Face form",
+        run_main,
+        to_hf,
+        tmp_path / "ours",
+        "--ladder",
+        "--out",
+        tmp_path / "ladder",
+    )
 
 
 SEPARATE = {f"{e}.{name}_proj.weight": None for e in range(5) for name in ("gate", "up")}
@@ -404,8 +410,7 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
     hf_model(FAMILIES["qwen3"]).save_pretrained(tmp_path / "hf")
     edit_config(tmp_path / "hf", **changes)
     change_tensors(tmp_path / "hf", {f"model.layers.0.mlp.experts.{name}": value for name, value in tensors.items()})
-    with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
-        convert(tmp_path / "hf", tmp_path / "ours")
+    refused(words, convert, tmp_path / "hf", tmp_path / "ours")
 
 
 @pytest.mark.parametrize(
@@ -428,14 +433,12 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
     ],
 )
 def test_bad_configs_are_one_line(changes, words):
-    with pytest.raises(InputError, match=words):
-        change(MIXTURE, **changes)
+    refused(words, change, MIXTURE, **changes)
 
 
 def test_a_rank_without_eight_neurons_is_refused():
     config = change(MIXTURE, mixture={"expert_size": 24})
-    with pytest.raises(InputError, match="cannot shard 24 neurons in groups of 8: use 1 to 3"):
-        tp.shard_plan(config, 0, (1,) * 4)
+    refused("cannot shard 24 neurons in groups of 8: use 1 to 3", tp.shard_plan, config, 0, (1,) * 4)
 
 
 PUBLISHED = {"30b-a3b": 30.532, "mixtral-8x7b": 46.703}  # billions of parameters

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from cases import refused, slow_case
 from configs import BASE, change
 from decoding_runs import answer_in_turns, make_runner
 from file_edits import take_state
@@ -14,7 +15,7 @@ from parity import SPLITS, check_ranks_against_one_device
 from quantized_folders import mxfp4, write_quantized
 from quantized_models import check_quantized_twin
 from reference import exact_attention
-from running import run_ranks
+from running import run_main, run_ranks
 
 import generate
 from extras.export import to_hf
@@ -23,7 +24,6 @@ from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture, MoE
 from ladder.checkpoints.sizes import named_size
 from ladder.decoding.batch import Sampler
-from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.kernels.gpu.split_attention import split_attend
@@ -55,8 +55,7 @@ def test_parity_with_transformers(tmp_path):
     ours = check_family(theirs, tmp_path)
     assert (ours.config.find(Heads).window_layers, ours.config.eos_ids) == ((0, 2), (2, 5))
     check_config_as_on_the_hub(tmp_path / "hf", ours)
-    with pytest.raises(InputError, match="sinks True has no Hugging Face form"):
-        to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
+    refused("sinks True has no Hugging Face form", run_main, to_hf, tmp_path / "ours", "--out", tmp_path / "back")
 
 
 def test_mxfp4_is_what_its_numbers_say(tmp_path):
@@ -87,9 +86,9 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("ranks, configs, how", [
     (2, CONFIGS, SPLITS), ((3, 1), [CONFIG], SPLITS), (3, [FEW_KV_HEADS], SPLITS),
-    pytest.param(4, CONFIGS, SPLITS, marks=SLOW),
-    pytest.param(1, [CONFIG], [{"compile": True, "compile_prefill": True}], marks=SLOW),
-    pytest.param(2, [CONFIG], [{"compile": True}], marks=SLOW),
+    slow_case(4, CONFIGS, SPLITS),
+    slow_case(1, [CONFIG], [{"compile": True, "compile_prefill": True}]),
+    slow_case(2, [CONFIG], [{"compile": True}]),
 ])  # fmt: skip
 def test_ranks_compute_what_one_device_does(ranks, configs, how):
     check_ranks_against_one_device(ranks, configs, how)
@@ -209,5 +208,4 @@ def test_the_named_size_has_the_published_parameter_count():
     ({"rope_scaling": {"factor": 2.0, "truncate": False}}, "truncate False, which only yarn has"),
 ])  # fmt: skip
 def test_bad_configs_are_one_line(changes, words):
-    with pytest.raises(InputError, match=words):
-        change(CONFIG, **changes)
+    refused(words, change, CONFIG, **changes)

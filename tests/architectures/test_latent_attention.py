@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn as nn
+from cases import refused, slow_case
 from configs import ANY_TP, BASE, LINEAR_SETTINGS, change
 from decoding_runs import answer_in_turns, make_runner
 from file_edits import change_tensors, edit_config
@@ -15,7 +16,7 @@ from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, chec
 from parity import SPLITS, check_ranks_against_one_device
 from quantized_folders import BLOCKS, fp8, write_quantized
 from quantized_models import check_quantized_twin
-from running import run_ranks
+from running import run_main, run_ranks
 
 import generate
 from extras.export import to_hf
@@ -25,7 +26,6 @@ from ladder.architectures.mixture import Mixture, MoE
 from ladder.checkpoints import checkpoint
 from ladder.checkpoints.sizes import named_size
 from ladder.decoding.batch import Sampler
-from ladder.errors import InputError
 from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.layers.attention_inputs import attention_metadata
@@ -70,8 +70,7 @@ def test_parity_with_transformers(family, tmp_path):
     """TOKENS are 20, beyond the 16 of YARN's original context."""
     ours = check_family(balanced(hf_model(FAMILIES[family])), tmp_path)
     check_config_as_on_the_hub(tmp_path / "hf", ours)
-    with pytest.raises(InputError, match="has no Hugging Face form"):
-        to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
+    refused("has no Hugging Face form", run_main, to_hf, tmp_path / "ours", "--out", tmp_path / "back")
 
 
 class Instella(nn.Module):
@@ -208,8 +207,7 @@ def test_bad_folders_are_one_line(values, tensors, words, tmp_path):
     hf_model(("DeepseekV3Config", DEEPSEEK)).save_pretrained(tmp_path / "hf")
     edit_config(tmp_path / "hf", **values)
     change_tensors(tmp_path / "hf", tensors)
-    with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
-        convert(tmp_path / "hf", tmp_path / "ours")
+    refused(words, convert, tmp_path / "hf", tmp_path / "ours")
 
 
 @pytest.mark.parametrize("values, words", [
@@ -220,8 +218,7 @@ def test_bad_folders_are_one_line(values, tensors, words, tmp_path):
 def test_deepseek_v2_is_not_read_as_v3(values, words, tmp_path):
     hf_model(FAMILIES["deepseek v2"]).save_pretrained(tmp_path / "hf")
     edit_config(tmp_path / "hf", **values)
-    with pytest.raises(InputError, match=words):
-        huggingface.config_from_hf(tmp_path / "hf" / "config.json")
+    refused(words, huggingface.config_from_hf, tmp_path / "hf" / "config.json")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,8 +298,8 @@ def test_the_absorbed_way_is_the_expanded_one(length, chunk_tokens):
 
 @pytest.mark.parametrize("ranks, configs", [
     (2, CONFIGS[:-1]), ((3, 1), [INSTELLA]),
-    *(pytest.param(ranks, CONFIGS[:-1], marks=pytest.mark.slow) for ranks in (3, 4)),
-    pytest.param(3, CONFIGS[-1:], marks=pytest.mark.slow),
+    *(slow_case(ranks, CONFIGS[:-1]) for ranks in (3, 4)),
+    slow_case(3, CONFIGS[-1:]),
 ])  # fmt: skip
 def test_ranks_compute_what_one_device_does(ranks, configs):
     check_ranks_against_one_device(ranks, configs, SPLITS)
@@ -359,7 +356,7 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step():
     assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", [False, slow_case(True)])
 @pytest.mark.parametrize("N, S", [(16, 1), (8, 3), (6, 16), (5, 2), (4, 5)])
 def test_few_positions_attend_to_latents_as_in_float64(N, S, compile, monkeypatch):
     """A rank's N heads, three rows with unequal pasts; the cache is not a number where no row may look."""
@@ -427,5 +424,4 @@ def test_named_sizes_have_the_published_parameter_counts(name):
     ({"heads": {"qk_norm": True}}, "a model with latent has no heads"),
 ])  # fmt: skip
 def test_bad_configs_are_one_line(changes, words):
-    with pytest.raises(InputError, match=words):
-        change(CONFIG, **changes)
+    refused(words, change, CONFIG, **changes)

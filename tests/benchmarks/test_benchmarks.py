@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -11,15 +12,15 @@ from collections import Counter
 
 import pytest
 import torch
+from cases import refused, slow_case
 from configs import change
 from helpers import ROOT
-from running import RANKS, main_on_ranks, script
+from running import RANKS, main_on_ranks, run_main, script
 
 import bench
 from benchmarks import decode, gpu, int4_libraries, step_kernels
 from extras.measure import plot, sweep
 from ladder.checkpoints.sizes import SIZES, named_size
-from ladder.errors import InputError
 from model import WIRINGS, Config, build
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
@@ -39,7 +40,7 @@ def printed(capsys):
     def run(script, *flags):
         capsys.readouterr()
         with contextlib.suppress(SystemExit):  # in which --show ends, as --help does
-            script.main([*map(str, flags)])
+            run_main(script, *flags)
         return capsys.readouterr().out
 
     return run
@@ -81,7 +82,7 @@ def test_a_sweep_compares_a_prefill_in_chunks(small, printed, tmp_path):
     assert lines[0]["link"]["tcp"] and f"| {' | '.join(names)} |" in shown
 
 
-@pytest.mark.parametrize("how", [[], pytest.param(["--compile"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [[], slow_case(["--compile"])])
 def test_a_sweep_of_a_checkpoint_on_real_ranks_names_their_link(how, tmp_path, tiny):
     out = tmp_path / "out.jsonl"
     flags = ["--checkpoint", tiny, "--wiring", "standard", "--link", "2000us", "--label", "veth"]
@@ -142,8 +143,7 @@ def test_the_figure(tmp_path, printed):
         ([], "draws lines of one setting; these have 2"),
         (["spd"], "no line of standard over the link 0"),
     ):
-        with pytest.raises(InputError, match=message):
-            sweep.main(["--show", str(out), "--plot", "x.svg", *["--wiring"] * bool(wirings), *wirings])
+        refused(message, run_main, sweep, "--show", out, "--plot", "x.svg", *["--wiring"] * bool(wirings), *wirings)
 
 
 # ---- decode.py -------------------------------------------------------------------------------------------------------
@@ -164,8 +164,7 @@ def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path)
     assert 0 < lines[0]["mbu"] < 1 and lines[0]["quartiles_ms"][0] <= lines[0]["ms"] and "mbu" not in lines[2]
     assert shown.count("| 10.0 |") == 2 and printed(decode, "--show", out) == shown
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(InputError, match="llama.cpp: .*llama_cpp.*; pip install llama-cpp-python gguf"):
-        decode.main([*map(str, flags), "llama.cpp"])
+    refused("llama.cpp: .*llama_cpp.*; pip install llama-cpp-python gguf", run_main, decode, *flags, "llama.cpp")
 
 
 def test_llama_cpp_s_file_of_a_mixture_with_latents_has_all_parameters(tmp_path):
@@ -265,9 +264,7 @@ README = str(ROOT / "README.md")
     (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
 ])  # fmt: skip
 def test_bad_flags(script, flags, message):
-    with pytest.raises(InputError) as e:
-        script.main(shlex.split(flags))
-    assert str(e.value).startswith(message) and "\n" not in str(e.value)
+    refused(f"^{re.escape(message)}", script.main, shlex.split(flags))
 
 
 def test_a_script_runs_as_a_module():

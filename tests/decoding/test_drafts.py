@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from cases import refused, slow_case
 from configs import BASE, LONGROPE
 from decoding_runs import generate_json, make_runner, run_generate
 from file_edits import edit_config
@@ -106,7 +107,7 @@ def twins(world, wiring):
 
 @pytest.mark.parametrize("ranks, wiring", [
     (1, "standard"), (1, "ladder"), (1, "parallel"), (1, "delayed-2"), (2, "spd"),
-    pytest.param(3, "standard", marks=pytest.mark.slow), pytest.param(4, "ladder", marks=pytest.mark.slow),
+    slow_case(3, "standard"), slow_case(4, "ladder"),
 ])  # fmt: skip
 def test_greedy_tokens_do_not_know_of_a_draft(ranks, wiring):
     """Ranks accept alike, also where they sample, which depends on the number of lanes alone."""
@@ -160,8 +161,14 @@ def test_a_draft_s_table_may_be_padded_otherwise(rows):
         plain = generated(net, prompts=prompts)[0].rows
         done, used = generated(net, padded(noisy(net, 0.02), rows), 4, prompts)
         assert done.rows == plain and (rows < BASE.vocab_size or used.accepted[4])
-    with pytest.raises(InputError, match=f"draft has another vocabulary, of {rows} tokens, and the model's 131"):
-        of_model(padded(net, rows), 4, Runner(net, make_cache(net, 1, 20)), 80)  # no tokenizer leaves so many rows
+    refused(
+        f"draft has another vocabulary, of {rows} tokens, and the model's 131",
+        of_model,
+        padded(net, rows),
+        4,
+        Runner(net, make_cache(net, 1, 20)),
+        80,
+    )  # no tokenizer leaves so many rows
 
 
 def padded_draft_on_ranks(world, rows):
@@ -203,7 +210,7 @@ def test_ngrams_are_what_followed_the_last_time():
 # ---- Sampling: the model's own distribution --------------------------------------------------------------------------
 
 
-PADDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("wider", "narrower")]
+PADDED = [slow_case(name) for name in ("wider", "narrower")]
 
 
 @pytest.mark.parametrize("name", ["ngram", "near", *PADDED])
@@ -303,8 +310,7 @@ def test_a_vocabulary_is_known_by_its_tokens_and_not_by_its_padding(tiny, near, 
         assert plain.endswith(f"{text}\n")
     train_tokenizer(["Another text. It has other words, but as many tokens as the model."] * 30, 300, folder / "new")
     (folder / "new").replace(folder / "tokenizer.model")
-    with pytest.raises(InputError, match=f"--draft {folder} has another vocabulary: token [0-9]+ is '"):
-        run_generate(*flags, "--draft", folder)
+    refused(f"--draft {folder} has another vocabulary: token [0-9]+ is '", run_generate, *flags, "--draft", folder)
 
 
 DRAFTS = [("ngram@3", 2), ("near@3", 1)]

@@ -6,15 +6,16 @@ import shlex
 
 import pytest
 import torch
+from cases import refused
 from configs import BASE, change, queued
 from helpers import ROOT, write_model
+from running import run_main
 
 from extras.measure import advise
 from extras.measure.advise import Machine, Times
 from extras.measure.clock import variants
 from extras.measure.link import LINKS
 from ladder.checkpoints.sizes import SIZES, RandomWeights
-from ladder.errors import InputError
 from ladder.memory import step_bytes
 from model import WIRINGS, all_wirings, find_wiring
 from tp import load_shard
@@ -140,7 +141,7 @@ def test_times_are_bytes_or_operations_over_their_rate():
 
 def advised(capsys, *flags):
     capsys.readouterr()
-    advise.main([*map(str, flags)])
+    run_main(advise, *flags)
     return capsys.readouterr().out
 
 
@@ -237,8 +238,7 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     assert [advise.retraining(halves[0], other, 2) for other in halves] == ["no"] * 3
     assert {len(advise.distinct_configs(own, ["ladder:2"], 2)) for own in halves} == {2}
     assert len(advise.distinct_configs(change(config, wiring="spd/2"), ["spd", "spd/2"], 2)) == 2
-    with pytest.raises(InputError, match="the 3 lanes of wiring spd/3 do not fit 2 ranks"):
-        advise.distinct_configs(config, ["spd/3"], 2)
+    refused("the 3 lanes of wiring spd/3 do not fit 2 ranks", advise.distinct_configs, config, ["spd/3"], 2)
     laned = change(config, wiring="spd/2")
     others = [change(laned, wiring=wiring) for wiring in ("spd:3/2", "spd:3/4", "spd")]
     assert [advise.retraining(laned, other, 3) for other in others] == ["no", "yes, in 4 lanes", "yes, in 3 lanes"]
@@ -304,6 +304,4 @@ def test_a_table_for_each_link(capsys):
     ("--checkpoint /nowhere --tp 2 --gpu h100 --link pcie", "/nowhere"),
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line(flags, message):
-    with pytest.raises(InputError) as e:
-        advise.main(shlex.split(flags))
-    assert str(e.value).startswith(message) and "\n" not in str(e.value)
+    refused(f"^{re.escape(message)}", advise.main, shlex.split(flags))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from cases import refused, slow_case
 from configs import BASE, BY_HAND, WIRED, queued, staleness, wired_id
 from helpers import last_logits, random_model, shard, unequal_rows
 from running import RANKS, run_ranks
@@ -23,7 +24,6 @@ from extras.measure import exposed, link, probe
 from generate import Runner
 from ladder import benchmarking
 from ladder.decoding.batch import Sampler, pad
-from ladder.errors import InputError
 from ladder.lanes import wirings
 from ladder.ranks import gloo, launch
 from ladder.ranks.meeting import JoinedWorld
@@ -60,10 +60,10 @@ def test_a_world_over_a_link():
     assert (two.rank, two.tp_size, two.simulated) == (1, 2, False) and two.group.inner is dist.group
     assert link.emulate(JoinedWorld(1, 2, CPU, dist.group, shares=(3, 1)), link.FREE).shares == (3, 1)
     assert (eight.shares, two.shares) == ((1,) * 8, (1, 1))
-    with pytest.raises(InputError, match="a link needs two or more ranks, started with torchrun, or --simulate-tp"):
-        link.emulate(alone, link.FREE)
-    with pytest.raises(InputError, match="--simulate-tp is one rank alone: start it with python, not with torchrun"):
-        link.emulate(real, link.FREE, 4)
+    refused("a link needs two or more ranks, started with torchrun, or --simulate-tp", link.emulate, alone, link.FREE)
+    refused(
+        "--simulate-tp is one rank alone: start it with python, not with torchrun", link.emulate, real, link.FREE, 4
+    )
 
 
 def all_reduce(group, x):
@@ -131,8 +131,8 @@ def on_and_off(world, compile, cases):
 
 
 @pytest.mark.parametrize("tp_size, cases", [
-    (2, WIRED), (3, WIRED), pytest.param(4, WIRED, marks=pytest.mark.slow),
-    pytest.param(2, [{"wiring": "ladder"}], marks=pytest.mark.slow),
+    (2, WIRED), (3, WIRED), slow_case(4, WIRED),
+    slow_case(2, [{"wiring": "ladder"}]),
 ])  # fmt: skip
 def test_an_emulated_link_changes_no_number(tp_size, cases):
     for answers in run_ranks(tp_size, on_and_off, cases is not WIRED, cases):

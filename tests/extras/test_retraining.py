@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import refused
 from configs import BASE, GEMMA, change
 from helpers import greedy_tokens, p_value, random_model, write_model
-from running import run_ranks
+from running import run_main, run_ranks
 from training_runs import Letters, check_resumption, check_same_run, train_on_rank, trainee_like
 
 from extras.training import adapt, answers, choose, curves, data, own_text, partials
 from ladder.checkpoints import checkpoint, writing
-from ladder.errors import InputError
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.text.tokenizer import load_tokenizer
 from model import interleave, rewired
@@ -78,12 +78,10 @@ def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd, monk
     assert printed.endswith("--wiring ladder:2,\n") and "times as fast over pcie: ladder:2,\n" in printed
     assert line["order"] == [2] and len(line["alone"]) == 6 and "<svg" in (tmp_path / "x.svg").read_text()
     for more, message in ("--layers 7", "has 6"), ("--wiring spd", "one by one"), ("--wiring ladder:2", "one by one"):
-        with pytest.raises(InputError, match=message):
-            choose.main([*flags, *more.split()])
+        refused(message, choose.main, [*flags, *more.split()])
     mixture = {"n_experts": 4, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 16}
     monkeypatch.setattr(writing, "read_original", lambda folder: change(config, mixture=mixture))
-    with pytest.raises(InputError, match="farskip of standard: layers are chosen one by one"):
-        choose.main([*flags, "--wiring", "farskip"])
+    refused("farskip of standard: layers are chosen one by one", choose.main, [*flags, "--wiring", "farskip"])
 
 
 def batch_and_models(train):
@@ -174,8 +172,7 @@ def test_only_what_is_trained_changes(retraining_flags, tiny, tmp_path):
         ("--align-steps 6", "less than --steps 6"),
         ("--wiring pair:1,2 --align-steps 1", "--align-steps takes a wiring with the sublayers"),
     ):
-        with pytest.raises(InputError, match=message):
-            adapt.main([*retraining_flags, *more.split(), "--out", str(tmp_path / "out2")])
+        refused(message, run_main, adapt, *retraining_flags, *more.split(), "--out", tmp_path / "out2")
 
 
 @pytest.mark.slow
@@ -238,8 +235,7 @@ def test_a_chat_model_invents_the_question(tiny):
     assert own_text.opening(Letters(), BASE, "x") == [1, *b"u:"]
     tokenizer = load_tokenizer(tiny)
     assert own_text.opening(tokenizer, BASE, "x") == [1]
-    with pytest.raises(InputError, match="neither a chat template nor a BOS"):
-        own_text.opening(tokenizer, change(BASE, bos_id=None), "x")
+    refused("neither a chat template nor a BOS", own_text.opening, tokenizer, change(BASE, bos_id=None), "x")
 
 
 @pytest.mark.slow
@@ -253,8 +249,9 @@ def test_two_ranks_write_and_train_alike(retraining_flags, tmp_path, monkeypatch
     run_ranks(2, train_on_rank, [*retraining_flags, "--own-text", "200", "--out", str(tmp_path / "out2")])
     check_same_run(tmp_path / "out", tmp_path / "out2", 1e-5)
     for more, message in ("--plain", "takes a teacher"), ("--seq-len 1", "no longer than the 1 tokens"):
-        with pytest.raises(InputError, match=message):
-            adapt.main([*retraining_flags, "--own-text", "9", *more.split(), "--out", str(tmp_path / "out3")])
+        refused(
+            message, run_main, adapt, *retraining_flags, "--own-text", "9", *more.split(), "--out", tmp_path / "out3"
+        )
 
 
 # Answers
@@ -265,7 +262,7 @@ def test_answers_are_the_naive_greedy_ones_and_compared_word_for_word(tiny, tmp_
     write_model(tmp_path / "other", rewired(config, "ladder:1"))
     writing.copy_tokenizer(tiny, tmp_path / "other")
     flags = ["--compare", str(tiny), "--prompts", "7", "--tokens", "4", "--json", str(tmp_path / "x.jsonl")]
-    answers.main(["--checkpoint", str(tmp_path / "other"), *flags])
+    run_main(answers, "--checkpoint", tmp_path / "other", *flags)
     line = json.loads((tmp_path / "x.jsonl").read_text())
     mine, theirs = (
         [[*greedy_tokens(random_model(c), ids, 4, 2), 2][:4] for ids in answers.prompts(tokenizer, 7)]
@@ -273,7 +270,7 @@ def test_answers_are_the_naive_greedy_ones_and_compared_word_for_word(tiny, tmp_
     )
     first = [next((i for i in range(4) if a[i] != b[i]), 4) for a, b in zip(mine, theirs, strict=True)]
     assert line["alike"] == sum(n == 4 for n in first) < 7 and line["mean_same_tokens"] == sum(first) / 7 > 0
-    answers.main(["--checkpoint", str(tiny), *flags])
+    run_main(answers, "--checkpoint", tiny, *flags)
     assert "7 of 7 answers (100.0%) are the same for 4 tokens" in capfd.readouterr().err
     assert len({*map(tuple, answers.prompts(tokenizer, 200))}) == 200
 
@@ -290,8 +287,7 @@ def test_curves_are_read_from_a_run_s_log_and_from_results_and_drawn(tmp_path):
     points = [(100, 1 / 2), (300, 1 / 4), (500, 1 / 6), (700, 1 / 8), (900, 1 / 10), (1100, 1 / 12)]
     assert curves.curves(tmp_path / "run" / "log.jsonl") == {str(tmp_path / "run"): points}
     assert curves.curves(tmp_path / "x.jsonl") == {"all": points}
-    curves.main([str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "x.svg")])
+    run_main(curves, tmp_path / "x.jsonl", "--plot", tmp_path / "x.svg")
     assert "<svg" in (tmp_path / "x.svg").read_text()
     (tmp_path / "x.jsonl").write_text(json.dumps(lines[2]) + "\n")
-    with pytest.raises(InputError, match="no log has five validations"):
-        curves.main([str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "y.svg")])
+    refused("no log has five validations", run_main, curves, tmp_path / "x.jsonl", "--plot", tmp_path / "y.svg")

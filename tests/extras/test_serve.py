@@ -23,11 +23,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import slow_case
 from configs import BASE, LINEAR_ATTENTION
 from decoding_runs import ASK, answer_in_turns
 from file_edits import edit_config
 from helpers import ROOT, greedy_tokens, randn, random_model, shard
-from running import command, run_ranks
+from running import command, run_main, run_ranks
 
 import tp
 from complete import complete, load
@@ -133,11 +134,11 @@ def prompts_of(n, seed):
     return r, [[1, *(r.randrange(3, 131) for _ in range(r.randrange(0, 20)))] for _ in range(n)]
 
 
-BASES = [(BASE, "ladder"), (LINEAR_ATTENTION, "ladder"), pytest.param(BASE, "standard", marks=slow)]
+BASES = [(BASE, "ladder"), (LINEAR_ATTENTION, "ladder"), slow_case(BASE, "standard")]
 
 
 @pytest.mark.parametrize("base, wiring", BASES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, slow_case(4)])
 def test_rows_answer_as_if_alone(ranks, base, wiring):
     config = dataclasses.replace(base, wiring=wiring)
     r, ids = prompts_of(7, 0)
@@ -717,7 +718,7 @@ def memory(pids):
     return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") for pid in pids)
 
 
-@pytest.mark.parametrize("each", [5, pytest.param(25, marks=slow)])
+@pytest.mark.parametrize("each", [5, slow_case(25)])
 def test_eight_clients_at_once_get_their_answers(server, model, each):
     r, words = random.Random(each), ["the", "dog", "ran", "to", "big", "park", "and", "saw", "Lily", "red"]
     asked = [(" ".join(r.choices(words, k=r.randrange(1, 60))), r.randrange(1, 40)) for _ in range(8 * each)]
@@ -863,7 +864,7 @@ def test_lm_evals_client_gets_what_its_own_model_answers(tmp_path, model):
 
     from extras.export import to_hf
 
-    to_hf.main([str(ROOT / "demo"), "--dtype", "float32", "--out", str(tmp_path / "hf")])
+    run_main(to_hf, ROOT / "demo", "--dtype", "float32", "--out", tmp_path / "hf")
     lines = []
     for i in range(12):
         name = ("Tim", "Lily", "Sue", "Ben")[i % 4]

@@ -13,6 +13,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import slow_case
 from configs import BASE, change
 from helpers import ROOT, counted_kernels, last_logits, randn_bf16, random_model, unequal_rows
 from quantized_models import INT8, QUANTIZED, check_quantized_model, random_integers
@@ -354,7 +355,7 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
         assert (logits[row] - expected).abs().mean() < 1.2 * (eager[row] - expected).abs().mean()
 
 
-COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("tied", "int8", "biased", "kept", "several")]
+COMPILED = [slow_case(name, True) for name in ("tied", "int8", "biased", "kept", "several")]
 
 
 @pytest.mark.parametrize("name, compile", [*((name, False) for name in QUANTIZED), *COMPILED])

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import refused
 from configs import BASE
 from helpers import randn_bf16
 
 import generate
 from ladder import config_check
-from ladder.errors import InputError
 from ladder.kernels import quant_linear
 from ladder.kernels.cpu import skinny_gemm
 from ladder.ranks.world import World
@@ -199,8 +199,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("changes, message", REFUSED)
 def test_lists_that_make_no_model_are_refused(changes, message):
-    with pytest.raises(InputError, match=message):
-        build(dataclasses.replace(INT4, **changes))
+    refused(message, build, dataclasses.replace(INT4, **changes))
 
 
 def test_a_path_takes_precedence_over_a_kind_and_that_over_quant():

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.utils.prune
+from cases import refused, slow_case
 from configs import BASE, change
 from helpers import counted_kernels, last_logits, randn, unequal_rows
 from running import run_ranks
@@ -21,7 +22,6 @@ import generate
 import model
 import tp
 from ladder.architectures import heads
-from ladder.errors import InputError
 from ladder.kernels import digests, quant_kernels, quant_linear, registry
 from ladder.layers import attention_inputs, norms
 from ladder.ranks.world import World
@@ -457,8 +457,7 @@ def test_a_mask_of_ones_own_is_used():
 
 
 def test_a_hook_that_would_never_run_is_refused():
-    with pytest.raises(InputError, match="a Block is never called: hook the modules in it"):
-        load().layers[0].register_forward_hook(hook)
+    refused("a Block is never called: hook the modules in it", load().layers[0].register_forward_hook, hook)
 
 
 # ---- Collectives, compiled code, gradients ---------------------------------------------------------------------------
@@ -498,8 +497,8 @@ def test_a_replaced_wait_is_traced_into_compiled_code():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edit, name", [
-    ("a hook", "w2"), pytest.param("a bias", "w2", marks=pytest.mark.slow),
-    pytest.param("a LoRA", "wqkv", marks=pytest.mark.slow), ("a new weight", "w1"),
+    ("a hook", "w2"), slow_case("a bias", "w2"),
+    slow_case("a LoRA", "wqkv"), ("a new weight", "w1"),
 ])  # fmt: skip
 def test_edits_take_effect_in_compiled_code(edit, name):
     net = load()
@@ -589,16 +588,21 @@ def test_plain_runs_nothing_but_what_is_written(monkeypatch):
 
 def test_a_cache_that_is_too_small_is_one_line():
     net = load()
-    with pytest.raises(InputError, match=r"1 rows of 28 tokens do not fit a cache of 1 rows, 12 slots: make_cache"):
-        generate.Generation(generate.Runner(net, net.new_cache(1, 12)), [[1] * 8], 20, None)
+    refused(
+        r"1 rows of 28 tokens do not fit a cache of 1 rows, 12 slots: make_cache",
+        generate.Generation,
+        generate.Runner(net, net.new_cache(1, 12)),
+        [[1] * 8],
+        20,
+        None,
+    )
 
 
 def test_a_wrapper_without_a_width_is_one_line():
     net = load()
     net.layers[0].attention.wqkv = Lora(net.layers[0].attention.wqkv, 64, 512)
     del net.layers[0].attention.wqkv.out_features
-    with pytest.raises(InputError, match="wqkv is a Lora without out_features"):
-        net.new_cache(1, 12)
+    refused("wqkv is a Lora without out_features", net.new_cache, 1, 12)
 
 
 def test_a_wiring_with_the_mlp_first_keeps_its_norms(monkeypatch):
@@ -624,6 +628,5 @@ def test_a_loop_that_does_not_say_that_it_obeys_stale_takes_no_layers(monkeypatc
         yield x
 
     monkeypatch.setitem(model.WIRINGS, "mine", model.Wiring("a loop of one's own", loop=loop))
-    with pytest.raises(InputError, match="no such wiring: 'mine:1'; write mine"):
-        change(CONFIG, wiring="mine:1")
+    refused("no such wiring: 'mine:1'; write mine", change, CONFIG, wiring="mine:1")
     assert change(CONFIG, wiring="mine").named_wiring.forms == ()

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from cases import refused, slow_case
 from quantized_folders import int32
 
 from ladder.errors import InputError
@@ -360,7 +361,7 @@ def naive(dequantizer, tensors, settings):
 
 @pytest.mark.parametrize("name, tensors_too", [
     *((name, name not in VARIANTS) for name in MATRICES),
-    *(pytest.param(name, True, marks=pytest.mark.slow) for name in VARIANTS),
+    *(slow_case(name, True) for name in VARIANTS),
 ])  # fmt: skip
 def test_a_changed_label_changes_the_matrix_or_is_refused(name, tensors_too):
     make, dequantizer = MATRICES[name]
@@ -400,8 +401,7 @@ def test_scales_of_a_cache_are_left_out_and_other_names_are_not():
 
 def test_a_quantized_matrix_of_which_dynamic_says_that_it_is_not_is_refused():
     tensors, settings = a_gptq(dynamic={r"-:.*up_proj": {}})
-    with pytest.raises(InputError, match="up_proj: it is quantized, but quantization_config says"):
-        product(tensors, settings)
+    refused("up_proj: it is quantized, but quantization_config says", product, tensors, settings)
 
 
 @pytest.mark.parametrize("make, path", [
@@ -416,5 +416,4 @@ def test_an_unknown_label_is_refused_by_its_name(make, path):
     place |= {"rotation": None, "scale_factor": False}
     product(tensors, settings)
     place["rotation"] = "hadamard"
-    with pytest.raises(InputError, match="quantization_config: rotation 'hadamard' is unknown: drop it if"):
-        product(tensors, settings)
+    refused("quantization_config: rotation 'hadamard' is unknown: drop it if", product, tensors, settings)

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 import struct
 import sys
@@ -15,7 +16,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from file_edits import changed_bytes, changed_json, edit_config, edit_state, refused
+from cases import refused
+from file_edits import changed_bytes, changed_json, edit_config, edit_state
 from gguf import GGMLQuantizationType as Type
 from helpers import folder_logits, last_logits, train_tokenizer, unequal_rows
 from hf_folders import (
@@ -40,7 +42,7 @@ from quantized_folders import (
     write_quantized,
 )
 from quantized_models import E4M3_VALUES
-from running import run_ranks
+from running import run_main, run_ranks
 from safetensors.torch import load, load_file, save, save_file
 
 import convert_hf_checkpoint
@@ -529,7 +531,7 @@ def test_split_gguf_files(tmp_path):
     check_parity(convert(tmp_path / "m-00002-of-00002.gguf", tmp_path / "ours", "--dtype", "float32"), theirs)
     (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "alone.gguf")
     refused("is one of 2 files", convert, tmp_path / "alone.gguf", tmp_path / "other")
-    refused("m-00001-of-00002.gguf: No such file", convert, tmp_path / "m-00002-of-00002.gguf", tmp_path / "other")
+    refused(r"m-00001-of-00002\.gguf: No such file", convert, tmp_path / "m-00002-of-00002.gguf", tmp_path / "other")
 
 
 def test_mxfp4_of_all_experts_together(tmp_path):
@@ -598,8 +600,7 @@ def test_bad_folders_are_one_line_and_leave_nothing(case, tmp_path):
         edit_state(tmp_path / "hf", wrong)
     else:
         edit_config(tmp_path / "hf", quantization_config=wrong)
-    with pytest.raises(InputError, match=rf"^[^\n]*{message}[^\n]*$"):
-        convert(tmp_path / "hf", tmp_path / "ours")
+    refused(message, convert, tmp_path / "hf", tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -608,7 +609,7 @@ def test_zeros_that_autogptq_adds_as_biases_are_dropped(tmp_path):
     edit_state(tmp_path / "hf", lambda s: s.update({f"{Q}bias": torch.zeros(384)}))
     check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--to-float", "--dtype", "float32"), theirs)
     edit_state(tmp_path / "hf", lambda s: s[f"{Q}bias"].fill_(1))
-    refused("q_proj.bias that is no part", convert, tmp_path / "hf", tmp_path / "other")
+    refused(r"q_proj\.bias that is no part", convert, tmp_path / "hf", tmp_path / "other")
 
 
 def test_a_quantized_head_is_tied_if_all_of_it_is_the_embedding_table(tmp_path, capsys):
@@ -637,8 +638,7 @@ def test_a_quantized_head_is_tied_if_all_of_it_is_the_embedding_table(tmp_path, 
     ("context_length", 0, "it has no llama.context_length"), ("expert_count", 4, "it has no llama.expert_used_count"),
 ])  # fmt: skip
 def test_values_of_gguf_that_are_not_computed(key, value, message):
-    with pytest.raises(InputError, match=message):
-        gguf_config("llama", **{key: value, "attention.sliding_window_pattern": 2})
+    refused(message, gguf_config, "llama", **{key: value, "attention.sliding_window_pattern": 2})
 
 
 def gguf_config(architecture, **more):
@@ -690,12 +690,12 @@ def test_bad_gguf_files_are_one_line_and_leave_nothing(tmp_path, monkeypatch):
     }  # fmt: skip
     for message, data in cases.items():
         path.write_bytes(data)
-        refused(message, convert, path, tmp_path / "ours")
+        refused(re.escape(message), convert, path, tmp_path / "ours")
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     refused("is a Git LFS pointer: git lfs pull", convert, path, tmp_path / "ours")
     path.write_bytes(good)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    refused("pip install gguf==0.19.0", convert, path, tmp_path / "ours")
+    refused(r"pip install gguf==0\.19\.0", convert, path, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
@@ -758,7 +758,7 @@ def test_changed_files_work_or_are_refused_in_one_line(number, tmp_path):
             settings = json.loads(changed_json(draw, json.dumps({"q": values["quantization_config"]}).encode()))
             (source / "config.json").write_text(json.dumps({**values, "quantization_config": settings.get("q", 3)}))
         try:
-            convert_hf_checkpoint.main([str(source), "--out", str(tmp_path / "ours")])
+            run_main(convert_hf_checkpoint, source, "--out", tmp_path / "ours")
             shutil.rmtree(tmp_path / "ours")
         except InputError as e:
             assert "\n" not in str(e)

@@ -11,11 +11,11 @@ import re
 
 import pytest
 import transformers
+from cases import refused, slow_case
 from helpers import train_tokenizer
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ladder.errors import InputError
 from ladder.sources import gguf_tokenizer
 from ladder.text.tokenizer import FLAGS, load_tokenizer
 
@@ -85,7 +85,7 @@ PATHS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(len(FLAGS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [2, slow_case(len(FLAGS))])
 @pytest.mark.parametrize("path", PATHS)
 def test_every_flag_is_as_in_transformers(path, most, sentencepiece_model, tmp_path):
     """Each pair of flags, or all combinations. most: how many are set at once."""
@@ -272,5 +272,4 @@ def test_settings_whose_effect_is_not_computed_are_refused(key, sentencepiece_mo
     write_sentencepiece(tmp_path, sentencepiece_model, token(MARK), **{key: False})
     load_tokenizer(tmp_path)
     write_sentencepiece(tmp_path, sentencepiece_model, token(MARK), **{key: True})
-    with pytest.raises(InputError, match=f"tokenizer_config.json: {key} is not supported, since .*: set it to false$"):
-        load_tokenizer(tmp_path)
+    refused(f"tokenizer_config.json: {key} is not supported, since .*: set it to false$", load_tokenizer, tmp_path)

@@ -6,9 +6,9 @@ import random
 import shutil
 
 import pytest
+from cases import refused
 from helpers import shared_data
 
-from ladder.errors import InputError
 from ladder.text import rendering, tiktoken_ranks, tokenizer
 
 TEXTS = ["Once upon a time", " two  spaces, and\nlines\n", "naïve 🙂 日本", "1234 <s> </s>", "x"]
@@ -116,8 +116,7 @@ def test_chat_matches_transformers(template, json_folder):
 
 def test_chat_with_sentencepiece_and_named_or_filed_templates(tiny, tmp_path):
     shutil.copy(tiny / "tokenizer.model", tmp_path)
-    with pytest.raises(InputError, match="no chat template"):
-        tokenizer.load_tokenizer(tmp_path).chat([])
+    refused("no chat template", tokenizer.load_tokenizer(tmp_path).chat, [])
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}A</s>"}]
     settings = {"bos_token": "<s>", "chat_template": named, "added_tokens_decoder": {"300": {"content": "<|im_end|>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -162,8 +161,7 @@ def test_a_chat_has_tokens_that_only_the_settings_name(older, json_folder, tmp_p
 def test_an_added_token_has_the_id_of_the_settings(json_folder, tmp_path):
     shutil.copy(json_folder / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"900": {"content": "im_end"}}}')
-    with pytest.raises(InputError, match="'im_end' is 900, but after tokenizer.json's tokens it is"):
-        tokenizer.load_tokenizer(tmp_path)
+    refused("'im_end' is 900, but after tokenizer.json's tokens it is", tokenizer.load_tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize("legacy", [None, False])
@@ -204,8 +202,9 @@ def test_only_what_stands_before_the_text_is_its_prefix(json_folder, tmp_path):
 def test_an_embedding_may_be_padded(tiny):
     assert tokenizer.load_tokenizer(tiny, 310).vocab_size == 300
     for vocab_size in 299, 320:
-        with pytest.raises(InputError, match=f"has 300 tokens, but the model's vocab_size is {vocab_size}"):
-            tokenizer.load_tokenizer(tiny, vocab_size)
+        refused(
+            f"has 300 tokens, but the model's vocab_size is {vocab_size}", tokenizer.load_tokenizer, tiny, vocab_size
+        )
 
 
 def test_added_tokens_beyond_the_embedding_are_plain_text(json_folder, tmp_path):
@@ -228,8 +227,7 @@ def test_added_tokens_beyond_the_embedding_are_plain_text(json_folder, tmp_path)
         assert ours.encode_markup(text) == plain.encode_plain(text)
     model.post_processor = processors.TemplateProcessing(single="<image> $A", special_tokens=[("<image>", size)])
     model.save(str(file))
-    with pytest.raises(InputError, match=f"has {size + 1} tokens, but the model's vocab_size is {size}"):
-        tokenizer.load_tokenizer(tmp_path, size)
+    refused(f"has {size + 1} tokens, but the model's vocab_size is {size}", tokenizer.load_tokenizer, tmp_path, size)
 
 
 def test_as_many_ranks_as_llama_3s_are_another_familys_where_a_file_says_so(tiktoken_folder, tmp_path, monkeypatch):
@@ -246,14 +244,18 @@ def test_as_many_ranks_as_llama_3s_are_another_familys_where_a_file_says_so(tikt
             assert "<|eot_id|>" in tokenizer.load_tokenizer(folder).special
             continue
         [(key, value)] = settings.items()
-        with pytest.raises(InputError, match=f"as Llama 3's, but {name} says {key} '{value}': give a tokenizer.json"):
-            tokenizer.load_tokenizer(folder)
+        refused(
+            f"as Llama 3's, but {name} says {key} '{value}': give a tokenizer.json", tokenizer.load_tokenizer, folder
+        )
 
 
 def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder, tmp_path):
     """Kimi's splits Han from other letters, and names its own special tokens. Of others neither is known."""
-    with pytest.raises(InputError, match="tokenizer.model has 263 ranks, not Llama 3's 128000, nor has it settings"):
-        tokenizer.load_tokenizer(tiktoken_folder)
+    refused(
+        "tokenizer.model has 263 ranks, not Llama 3's 128000, nor has it settings",
+        tokenizer.load_tokenizer,
+        tiktoken_folder,
+    )
     ranks = {bytes([i]): i for i in range(256)}
     for text in "\u6587", "\u4e2d", "\u4e2d\u6587", "\u6587E", "\u4e2d\u6587En", "English", " don't":
         data = text.encode()
@@ -273,8 +275,7 @@ def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder, tmp_path):
     assert ours.encode_markup("[BOS]English<|im_end|>") == [n, ranks[b"English"], n + 2]
     assert ours.decode([n, ranks[b"English"], n + 2, n + 9]) == "English" and ours.end_tokens == {"[EOS]": n + 1}
     assert ours.special.keys() >= {*added.values(), f"<|reserved_token_{n + 3}|>"} and "<|eot_id|>" not in ours.special
-    with pytest.raises(InputError, match=f"has {n} ranks"):  # the file alone
-        tokenizer.load_tokenizer(tmp_path / "tiktoken.model")
+    refused(f"has {n} ranks", tokenizer.load_tokenizer, tmp_path / "tiktoken.model")  # the file alone
 
 
 def test_the_end_is_the_eos_token_and_what_the_template_writes_after_an_answer(json_folder, tiny, tmp_path):
@@ -316,8 +317,9 @@ def test_pairs_in_two_files(name, json_folder, tmp_path):
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, **named}))
     if name == "LlamaTokenizer":
-        with pytest.raises(InputError, match="tokenizer_class is LlamaTokenizer, but only for GPT2Tokenizer, GPTNeoX"):
-            tokenizer.load_tokenizer(tmp_path)
+        refused(
+            "tokenizer_class is LlamaTokenizer, but only for GPT2Tokenizer, GPTNeoX", tokenizer.load_tokenizer, tmp_path
+        )
         return
     ours, theirs = tokenizer.load_tokenizer(tmp_path), getattr(transformers, name).from_pretrained(tmp_path)
     for text in NASTY:
