@@ -1,4 +1,4 @@
-"""Files that are edited, by hand or by chance."""
+"""Files that are written or edited, by hand or by chance."""
 
 import contextlib
 import io
@@ -11,9 +11,17 @@ from safetensors.torch import load_file, save_file
 from ladder.errors import InputError
 
 
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value))
+
+
 def edit_config(folder, **changes):
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    write_json(path, {**read_json(path), **changes})
 
 
 def take_state(folder):

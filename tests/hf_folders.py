@@ -1,11 +1,11 @@
 """Small models of transformers, their Hugging Face folders, and what the converter makes of these."""
 
 import copy
-import json
 
 import torch
 import transformers
-from helpers import last_logits
+from file_edits import read_json, write_json
+from helpers import last_logits, seeded
 from running import run_main
 
 import convert_hf_checkpoint
@@ -123,7 +123,7 @@ def randomize_vectors(net):
 
 def config_from_values(folder, values):
     """Return our Config of a folder that gets a config.json of these values."""
-    (folder / "config.json").write_text(json.dumps(values))
+    write_json(folder / "config.json", values)
     return huggingface.config_from_hf(folder / "config.json")
 
 
@@ -134,7 +134,7 @@ def convert(source, out, *args):
     return tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")
 
 
-TOKENS = torch.randint(3, 131, (3, 20), generator=torch.Generator().manual_seed(5))
+TOKENS = torch.randint(3, 131, (3, 20), generator=seeded(5))
 LENGTHS = torch.tensor([20, 17, 12])
 
 
@@ -163,7 +163,7 @@ def check_greedy(ours, theirs):
 def as_on_the_hub(folder):
     """Rewrite a config.json of transformers 5 in the form that most of the hub's have."""
     path = folder / "config.json"
-    hf = json.loads(path.read_text())
+    hf = read_json(path)
     rope = hf.pop("rope_parameters")
     if "full_attention" in rope:
         near, rope = rope["sliding_attention"], rope["full_attention"]
@@ -173,7 +173,7 @@ def as_on_the_hub(folder):
     hf |= {key: rope.pop(key) for key in ["partial_rotary_factor"] if key in rope}
     hf["rope_scaling"] = rope if rope["rope_type"] != "default" else None
     hf["torch_dtype"] = hf.pop("dtype")
-    path.write_text(json.dumps(hf))
+    write_json(path, hf)
 
 
 def check_family(theirs, folder, greedy=True):

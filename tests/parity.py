@@ -4,7 +4,7 @@ import functools
 
 import torch
 from configs import BASE, change
-from helpers import last_logits, random_model, rank_logits, shard, unequal_rows
+from helpers import last_logits, random_model, rank_logits, seeded, shard, unequal_rows
 from reference import Reference
 from running import run_ranks
 
@@ -58,7 +58,7 @@ def check_ranks_against_the_reference(shares, cases, **how):
 
 def long_memory(config):
     """A random_model whose layers of linear attention, if it has some, remember far more than random ones."""
-    net, generator = random_model(config), torch.Generator().manual_seed(0)
+    net, generator = random_model(config), seeded(0)
     for name, parameter in net.named_parameters():
         if name.endswith("A_log"):
             torch.nn.init.uniform_(parameter, -5, 0, generator)

@@ -1,10 +1,10 @@
 """Hugging Face folders of quantized matrices: each format laid out by hand, and what its numbers mean in float64."""
 
-import json
 import math
 
 import numpy as np
 import torch
+from file_edits import write_json
 from safetensors.torch import save_file
 
 
@@ -140,7 +140,7 @@ def write_quantized(folder, theirs, make, settings, chosen=lambda name: name.end
             elif name != "lm_head.weight" or not theirs.config.tie_word_embeddings:
                 state[name] = w.clone()
     save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": settings}))
+    write_json(folder / "config.json", {**values, "quantization_config": settings})
     return integers
 
 

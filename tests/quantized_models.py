@@ -11,6 +11,7 @@ from helpers import (
     randn,
     random_model,
     rank_logits,
+    seeded,
     shard,
     unequal_rows,
     write_model,
@@ -94,7 +95,7 @@ E4M3_VALUES = torch.tensor(sorted(map(e4m3_value, E4M3_BITS)), dtype=torch.float
 
 def random_integers(N, K, size, seed=0):
     """weight, scales, zeros with the extremes of their range among them. Some sizes have scales in float16."""
-    generator = torch.Generator().manual_seed(N + K + seed)
+    generator = seeded(N + K + seed)
     if size is None:
         weight = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
         weight[0] = 127

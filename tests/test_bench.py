@@ -10,16 +10,14 @@ import sys
 import time
 
 import pytest
-import torch
 from cases import refused, slow_case
 from decoding_runs import bench_flags, cell_texts
-from helpers import ROOT
+from helpers import ALONE, ROOT
 from running import HANGS, main_on_ranks, run_ranks
 
 import bench
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
-from ladder.ranks.world import World
 
 WIRINGS = ["standard", "ladder", "parallel-ladder", "spd", "upper-bound"]
 
@@ -41,7 +39,7 @@ def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny)
 
 def test_wirings_share_one_set_of_weights(tiny):
     names = ["parallel", "standard", "spd/2"]
-    args, world = bench.parse(bench_flags(tiny, "--wiring", *names)), World(0, 1, torch.device("cpu"))
+    args, world = bench.parse(bench_flags(tiny, "--wiring", *names)), ALONE
     models = bench.load_models(flags.read_config(args)[1], names, args, world)
     assert [(name, model.config.wiring) for name, model in models.items()] == [(name, name) for name in names]
     firsts = [getattr(model, "lanes", [model])[0] for model in models.values()]

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import pty
 import re
@@ -19,8 +18,20 @@ import torch
 from cases import refused, slow_case
 from configs import BASE, YARN, change
 from decoding_runs import generate_json, run_generate
-from file_edits import change_tensors, edit_config, edit_state
-from helpers import ROOT, counted_kernels, greedy_tokens, naive, p_value, random_model, shard, unequal_rows, write_model
+from file_edits import change_tensors, edit_config, edit_state, read_json, write_json
+from helpers import (
+    ALONE,
+    ROOT,
+    counted_kernels,
+    greedy_tokens,
+    naive,
+    p_value,
+    random_model,
+    seeded,
+    shard,
+    unequal_rows,
+    write_model,
+)
 from running import HANGS, call_main, command, free_port, run_main, run_ranks, script
 
 import eval
@@ -35,7 +46,6 @@ from ladder.decoding.batch import SINGLE_DEVICE, Sampler, make_cache, round_up
 from ladder.decoding.sample_rows import sample_rows
 from ladder.errors import InputError
 from ladder.kernels import registry
-from ladder.ranks.world import World
 from ladder.text.tokenizer import load_tokenizer
 from model import SingleDevice
 
@@ -219,7 +229,7 @@ def test_a_named_size_has_random_weights(monkeypatch, out):
     monkeypatch.setitem(sizes.SIZES, "tiny", BASE)
     args = ["--model", "tiny:2", "--ladder", "--prompt-length", "5", "--max-new-tokens", "4", "--json", out]
     printed, said = run_generate(*args)
-    result = json.loads(out.read_text())
+    result = read_json(out)
     assert (result["model"], result["wiring"], result["dtype"], result["texts"]) == ("tiny", "ladder", "bfloat16", None)
     assert "tiny, 2 layers, ladder" in said
     assert printed == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
@@ -273,7 +283,7 @@ CHAT = {"chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{%
 
 
 def test_a_chat_is_reset_and_shows_answers_alone(copy):
-    (copy / "tokenizer_config.json").write_text(json.dumps(CHAT))
+    write_json(copy / "tokenizer_config.json", CHAT)
     flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "4", "--chat", "Be brief."]
     first, second = run_generate(*flags, stdin="a\n/reset\na\n")[0].splitlines()
     printed, said = run_generate(*flags, stdin="a\na\n")
@@ -284,7 +294,7 @@ def test_a_chat_is_reset_and_shows_answers_alone(copy):
 
 @pytest.mark.parametrize("flags", [[], slow_case(["--compile", "all"])])
 def test_a_chat_with_a_template_and_a_full_context(copy, flags):
-    (copy / "tokenizer_config.json").write_text(json.dumps(CHAT))
+    write_json(copy / "tokenizer_config.json", CHAT)
     flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "2", "--chat", *flags]
     printed, said = run_generate(*flags, stdin="a\nb\na\na\n")
     texts = printed.split("\n")
@@ -338,7 +348,7 @@ def test_two_nodes(tiny, greedy, out):
     nodes = [subprocess.Popen([*launcher, f"--node_rank={r}", *words], stderr=subprocess.PIPE) for r in (1, 0)]
     errors = [node.communicate(timeout=HANGS)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], errors
-    assert json.loads(out.read_text())["tokens"] == [greedy("ladder")[0]]
+    assert read_json(out)["tokens"] == [greedy("ladder")[0]]
 
 
 def test_from_a_clone_of_any_name_nothing_is_written_to_it(tmp_path):
@@ -369,7 +379,7 @@ def chosen_by(way, logits, seed=3, comm=SINGLE_DEVICE):
 
 def hard_to_choose(vocab_size):
     """Logits whose largest ones are equal, few, many, and all of them alike."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     few = 9 * torch.rand(2, vocab_size, generator=generator) ** 9
     equal = torch.randint(3, (2, vocab_size), generator=generator).float()
     return torch.cat((few, equal, few.roll(5) / 50, torch.zeros(2, vocab_size)))
@@ -462,7 +472,7 @@ def test_every_number_of_ranks_chooses_alike_and_marks_rows_that_are_not_finite(
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_kernel_draws_what_sample_draws_time_and_again(way, dtype):
     """Of one generator, in steps of many unequal rows, with the vocabulary of a small model."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     steps = (3 * torch.randn(5, 40, 2003, generator=generator)).to(dtype)
     steps[:, ::3] *= torch.rand(5, 14, 1, generator=generator)
 
@@ -608,7 +618,7 @@ def test_an_overflow_of_float16_is_named(tmp_path):
     write_model(tmp_path, BASE, state, torch.bfloat16)
     flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
     refused("row 0 in step 0 .*--dtype", run_main, generate, "--checkpoint", tmp_path, *flags)
-    model = generate.load_model(BASE, str(tmp_path), "float16", World(0, 1, torch.device("cpu")))
+    model = generate.load_model(BASE, str(tmp_path), "float16", ALONE)
     refused("loss of nan .* in float16: .*--dtype", eval.check_finite, torch.nan, str(tmp_path), model)
     assert eval.check_finite(1.5, str(tmp_path), model) == 1.5
 

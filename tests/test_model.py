@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import refused
 from configs import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, change, wired_id
-from helpers import random_model
+from helpers import random_model, seeded
 from parity import check_against_the_reference
 
 from ladder.checkpoints import checkpoint, writing
@@ -150,7 +150,7 @@ def test_a_deleted_layer_is_not_computed(wiring):
             state[name.replace(layer[0], f"layers.{layers[int(layer[1])]}.")] = tensor
     shorter.load_state_dict(state)
     del whole.layers[1]
-    tokens = torch.randint(BASE.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(BASE.vocab_size, (2, 9), generator=seeded(1))
     assert torch.equal(whole(tokens), shorter(tokens))
     last = torch.tensor([8, 5])
     with_cache = [model(tokens, None, model.new_cache(2, 12), None, last) for model in (whole, shorter)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import refused
 from configs import ANY_TP, BASE, change
+from file_edits import read_json
 from helpers import (
     ROOT,
     StateWeights,
@@ -17,6 +18,7 @@ from helpers import (
     randn,
     random_model,
     rank_logits,
+    seeded,
     shard,
     shared_data,
     unequal_rows,
@@ -114,7 +116,7 @@ def test_errors_make_up_for_one_another():
     assert errors[0] < 1.01 * errors[1] < 0.5 * errors[2]
 
 
-TEXT = torch.randint(3, BASE.vocab_size, (4, 12), generator=torch.Generator().manual_seed(5))
+TEXT = torch.randint(3, BASE.vocab_size, (4, 12), generator=seeded(5))
 TABLE_KEPT = {"not_quantized": ("tok_embeddings",), "intermediate_size": 160}  # its rows are floats in that run
 RUNS = zip((OLMO_INT4, INT4, BIASED_INT4, NARROW, INT4, INT4, INT4), ANY_TP[:7], strict=True)
 RUNS = [change(config, **TABLE_KEPT, **changes) for config, changes in RUNS]
@@ -263,7 +265,7 @@ def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsy
         main_on_ranks(ranks, generate.main, *flags)
     else:
         generate.main(flags)
-    line = json.loads((tmp_path / "json").read_text())
+    line = read_json(tmp_path / "json")
     assert line["quant"] == mode and len(line["tokens"][0]) == 8
     size = sum(t.nbytes for n, t in state.items() if not n.startswith("tok_embeddings"))
     assert ranks > 1 or 0 <= line["step_bytes"] - size < 2**17  # and the cache

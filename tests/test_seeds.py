@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import refused
 from configs import BASE
+from helpers import seeded
 
 from generate import sample
 from ladder.command_line.prompts import read_prompts
@@ -18,7 +19,7 @@ BIG = 2**32
 
 @pytest.mark.parametrize("seed", [0, 5, BIG - 1])
 def test_a_seed_of_32_bits_draws_what_torch_draws(seed):
-    expected = torch.rand(2000, generator=torch.Generator().manual_seed(seed))
+    expected = torch.rand(2000, generator=seeded(seed))
     assert torch.equal(torch.rand(2000, generator=generator(seed)), expected)
 
 

@@ -1,6 +1,5 @@
 """A real model, SmolLM2-135M-Instruct as the GGUF that `make smollm2` downloads, beside transformers and llama.cpp."""
 
-import json
 import os
 import random
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import ROOT, folder_logits
+from file_edits import read_json
+from helpers import ALONE, ROOT, folder_logits
 from hf_folders import convert
 from running import main_on_ranks, run_ranks
 from tokenizers import pre_tokenizers
@@ -18,7 +18,6 @@ import generate
 import tp
 from ladder.checkpoints import checkpoint
 from ladder.memory import weight_bytes
-from ladder.ranks.world import World
 from ladder.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -133,7 +132,7 @@ def test_drafts_of_ngrams_leave_the_text(prompt, folder):
     assert "accepted" in report
 
 
-GREEDY = json.loads((ROOT / "tests" / "greedy_of_llama_cpp.json").read_text())["prompt, continuation"]
+GREEDY = read_json(ROOT / "tests" / "greedy_of_llama_cpp.json")["prompt, continuation"]
 
 
 @pytest.mark.parametrize("prompt", GREEDY)
@@ -151,5 +150,5 @@ def test_a_step_reads_about_the_bytes_of_the_file(gguf_file, tmp_path):
     convert(gguf_file, tmp_path / "integers")
     config = checkpoint.read_config(tmp_path / "integers")
     assert (config.quant, config.group_size, config.int8) == ("int4", 32, ("tok_embeddings:32",))
-    net = generate.load_model(config, tmp_path / "integers", "bfloat16", World(0, 1, torch.device("cpu")))
+    net = generate.load_model(config, tmp_path / "integers", "bfloat16", ALONE)
     assert sum(weight_bytes(net, 1).values()) < 1.02 * os.path.getsize(gguf_file)

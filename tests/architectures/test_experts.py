@@ -15,7 +15,7 @@ from configs import BASE, change
 from decoding_runs import bench_flags, cell_texts
 from file_edits import change_tensors, edit_config
 from gpu import OnAGpu
-from helpers import random_model, rank_logits, shard, unequal_rows, write_model
+from helpers import ALONE, random_model, rank_logits, seeded, shard, unequal_rows, write_model
 from hf_folders import TOKENS, check_family, check_parity, convert, hf_model
 from parity import check_against_the_reference
 from quantized_models import check_quantized_twin
@@ -38,7 +38,6 @@ from ladder.kernels import registry
 from ladder.kernels.cpu import skinny_gemm
 from ladder.memory import step_bytes
 from ladder.ranks.collectives import collective
-from ladder.ranks.world import World
 from model import rewired
 
 MIXTURE = change(
@@ -116,7 +115,7 @@ def stream_of(world, name, steps):
     world.group = world.dist_group or dist.group.WORLD
     world.group = collective(name)(world)
     comm = tp.TensorParallel(BASE, world.shares, world.group)
-    generator = torch.Generator().manual_seed(world.rank)
+    generator = seeded(world.rank)
     x = torch.zeros(3, 4096, dtype=torch.bfloat16)
     for _ in range(steps):
         x = comm.settle(x, comm.start(torch.randn(3, 4096, generator=generator).bfloat16()))
@@ -167,7 +166,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose():
 
 
 def test_a_limit_counts_the_experts_that_its_tokens_choose():
-    world = link.emulate(World(0, 1, torch.device("cpu")), link.FREE, 2)
+    world = link.emulate(ALONE, link.FREE, 2)
     net = tp.load_shard(MIXTURE, RandomWeights(MIXTURE, "cpu"), torch.float32, "cpu", 0, (1, 1))
     net.comm = tp.TensorParallel(MIXTURE, (1, 1), world.group)
     runner, prompts = Runner(net, net.new_cache(2, 8)), pad([[5, 6], [7]], "cpu")
@@ -211,7 +210,7 @@ def test_few_rows_experts_against_float64(tokens, bits, threads):
     """Sizes that fill no panel; experts with one token, with more than eight, and with none."""
     E, D, neurons, k = 7, 64, 40, 3
     skinny_gemm.build()
-    generator = torch.Generator().manual_seed(tokens)
+    generator = seeded(tokens)
     x = torch.randn(tokens, D, generator=generator).bfloat16()
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in range(tokens)])
     exact, packed = [], []
@@ -239,7 +238,7 @@ def one(x, matrices, e):
 @pytest.mark.parametrize("ranks", [1, 5, 7])
 def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
     """On a CPU, where grouped_mm asks for rows of whole 16 bytes, too."""
-    E, D, neurons, k, generator = 5, 64, 96, 2, torch.Generator().manual_seed(ranks)
+    E, D, neurons, k, generator = 5, 64, 96, 2, seeded(ranks)
     x, config = torch.randn(8, D, generator=generator).bfloat16(), change(MIXTURE, mixture={"expert_size": neurons})
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in x])
     w1, w3, w2 = (random_experts(bits, E, N, K, generator) for N, K in [(neurons, D)] * 2 + [(D, neurons)])

@@ -9,7 +9,16 @@ from configs import BASE, change
 from decoding_runs import answer_in_turns, make_runner
 from file_edits import take_state
 from gpu import OnAGpu
-from helpers import counted_kernels, greedy_tokens, last_logits, load_random, randn_bf16, random_model, unequal_rows
+from helpers import (
+    counted_kernels,
+    greedy_tokens,
+    last_logits,
+    load_random,
+    randn_bf16,
+    random_model,
+    seeded,
+    unequal_rows,
+)
 from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
 from parity import SPLITS, check_ranks_against_one_device
 from quantized_folders import mxfp4, write_quantized
@@ -40,7 +49,7 @@ GPT_OSS = "GptOssConfig", {
 
 def gpt_oss():
     """Return a model of transformers whose sinks matter, and whose experts reach the limits of the clamped SwiGLU."""
-    theirs, generator = hf_model(GPT_OSS), torch.Generator().manual_seed(0)
+    theirs, generator = hf_model(GPT_OSS), seeded(0)
     with torch.no_grad():
         for name, weight in theirs.named_parameters():
             if name.endswith(("_bias", "sinks")):
@@ -140,7 +149,7 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
     nets = [load_random(config, dtype) for dtype in dtypes]
     for name, weight in (pair for net in nets for pair in net.named_parameters()):
         if name.endswith(("bias", "sinks")):
-            weight.data.normal_(0, 1, generator=torch.Generator().manual_seed(len(name)))
+            weight.data.normal_(0, 1, generator=seeded(len(name)))
         elif name.endswith("router.weight"):
             weight.data *= 30  # rounding must not choose other experts
     steps, prefills = [], []

@@ -11,7 +11,7 @@ from cases import refused, slow_case
 from configs import ANY_TP, BASE, LINEAR_SETTINGS, change
 from decoding_runs import answer_in_turns, make_runner
 from file_edits import change_tensors, edit_config
-from helpers import counted_kernels, greedy_tokens, last_logits, load_random, randn, random_model, unequal_rows
+from helpers import counted_kernels, greedy_tokens, last_logits, load_random, randn, random_model, seeded, unequal_rows
 from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
 from parity import SPLITS, check_ranks_against_one_device
 from quantized_folders import BLOCKS, fp8, write_quantized
@@ -61,7 +61,7 @@ def balanced(net):
     """Return a model of transformers whose routers' biases matter."""
     for name, buffer in net.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            buffer.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
+            buffer.normal_(0, 0.2, generator=seeded(len(name)))
     return net
 
 

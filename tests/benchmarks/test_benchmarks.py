@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases import refused, slow_case
 from configs import change
+from file_edits import read_json
 from helpers import ROOT
 from running import RANKS, main_on_ranks, run_main, script
 
@@ -65,7 +66,7 @@ def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(small, print
     assert lines[0].keys() >= {"torch", "commit", "hardware", "threads", "command"}
     assert {"-".join(map(str, case)) for case in cases} == {path.name for path in (tmp_path / "traces").iterdir()}
     trace = tmp_path / "traces" / "5000us-ladder:1,-2" / "rank0.json"
-    assert json.loads(trace.read_text())["traceEvents"]
+    assert read_json(trace)["traceEvents"]
     out.write_text(out.read_text() + '{"case": "another script\'s"}\n{"limit_ms": null}\n{"cut off": ')
     assert printed(sweep, "--show", out) == shown and shown.count("| link |") == 2
     assert "| link | one all-reduce, ms | ladder:1, |" in printed(sweep, "--wiring", "ladder:1,", "--show", out)

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import itertools
-import json
 import os
 import shutil
 from collections import Counter
@@ -13,8 +12,8 @@ import torch
 from cases import refused, slow_case
 from configs import BASE, LONGROPE
 from decoding_runs import generate_json, make_runner, run_generate
-from file_edits import edit_config
-from helpers import greedy_tokens, naive, p_value, random_model, shard, train_tokenizer, write_model
+from file_edits import edit_config, write_json
+from helpers import greedy_tokens, naive, p_value, random_model, seeded, shard, train_tokenizer, write_model
 from running import run_ranks
 from safetensors.torch import save_file
 
@@ -46,7 +45,7 @@ def mild(config):
 @torch.no_grad()
 def noisy(net, noise):
     """A copy with other weights, which says the same the more often, the less the noise is."""
-    net, generator = copy.deepcopy(net), torch.Generator().manual_seed(1)
+    net, generator = copy.deepcopy(net), seeded(1)
     for weight in net.parameters():
         weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator))
     return net
@@ -193,7 +192,7 @@ def naive_lookup(ids, count):
 
 
 def test_ngrams_are_what_followed_the_last_time():
-    generator, draft = torch.Generator().manual_seed(0), speculative.Ngrams(4)
+    generator, draft = seeded(0), speculative.Ngrams(4)
     rows, counts = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], set()
     draft.begin()
     for i in range(40):
@@ -350,7 +349,7 @@ def test_a_chat_computes_only_what_is_new(drafts, template, tiny, near, tmp_path
     shutil.copytree(tiny, tmp_path / "chat")
     edit_config(tmp_path / "chat", max_seq_len=400)
     if TEMPLATES[template]:
-        (tmp_path / "chat" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATES[template]}))
+        write_json(tmp_path / "chat" / "tokenizer_config.json", {"chat_template": TEMPLATES[template]})
     turns, computed, prefill = [], [], Runner.prefill
 
     class Spy(generate.Generation):

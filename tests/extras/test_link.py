@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import socket
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import refused, slow_case
 from configs import BASE, BY_HAND, WIRED, queued, staleness, wired_id
+from file_edits import read_json
 from helpers import last_logits, random_model, shard, unequal_rows
 from running import RANKS, run_ranks
 
@@ -317,7 +317,7 @@ def probed(world, out):
 
 def test_the_probe_times_all_reduces(tmp_path):
     run_ranks(RANKS, probed, str(tmp_path / "out.jsonl"))
-    line = json.loads((tmp_path / "out.jsonl").read_text())
+    line = read_json(tmp_path / "out.jsonl")
     assert line["probe"]["bandwidth"] == [2e9] * RANKS and line["tp"] == RANKS
     assert [r["bytes"] for r in line["probe"]["all_reduce"]] == [1024, 4096]
     assert line["probe"]["all_reduce"][0]["us"] > 0

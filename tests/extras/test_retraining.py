@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from cases import refused
 from configs import BASE, GEMMA, change
-from helpers import greedy_tokens, p_value, random_model, write_model
+from file_edits import read_json
+from helpers import greedy_tokens, p_value, random_model, seeded, write_model
 from running import run_main, run_ranks
 from training_runs import Letters, check_resumption, check_same_run, train_on_rank, trainee_like
 
@@ -74,7 +75,7 @@ def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd, monk
     flags = ["--checkpoint", str(tmp_path / "six"), "--text", str(tmp_path / "a.txt"), "--layers", "1"]
     how = ["--link", "pcie", "--tp", "5", "--json", str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "x.svg")]
     choose.main([*flags, *how])
-    printed, line = capfd.readouterr().out, json.loads((tmp_path / "x.jsonl").read_text())
+    printed, line = capfd.readouterr().out, read_json(tmp_path / "x.jsonl")
     assert printed.endswith("--wiring ladder:2,\n") and "times as fast over pcie: ladder:2,\n" in printed
     assert line["order"] == [2] and len(line["alone"]) == 6 and "<svg" in (tmp_path / "x.svg").read_text()
     for more, message in ("--layers 7", "has 6"), ("--wiring spd", "one by one"), ("--wiring ladder:2", "one by one"):
@@ -90,7 +91,7 @@ def batch_and_models(train):
     student = adapt.Trainee(config).double()
     student.load_state_dict(teacher.state_dict())
     adapt.freeze(student, SIX, train)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
     counts = torch.rand(2, 9, generator=generator) < 0.6
     return data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None), student, teacher
@@ -263,7 +264,7 @@ def test_answers_are_the_naive_greedy_ones_and_compared_word_for_word(tiny, tmp_
     writing.copy_tokenizer(tiny, tmp_path / "other")
     flags = ["--compare", str(tiny), "--prompts", "7", "--tokens", "4", "--json", str(tmp_path / "x.jsonl")]
     run_main(answers, "--checkpoint", tmp_path / "other", *flags)
-    line = json.loads((tmp_path / "x.jsonl").read_text())
+    line = read_json(tmp_path / "x.jsonl")
     mine, theirs = (
         [[*greedy_tokens(random_model(c), ids, 4, 2), 2][:4] for ids in answers.prompts(tokenizer, 7)]
         for c in (rewired(config, "ladder:1"), config)

@@ -27,13 +27,12 @@ from cases import slow_case
 from configs import BASE, LINEAR_ATTENTION
 from decoding_runs import ASK, answer_in_turns
 from file_edits import edit_config
-from helpers import ROOT, greedy_tokens, randn, random_model, shard
+from helpers import ALONE, ROOT, greedy_tokens, randn, random_model, shard
 from running import command, run_main, run_ranks
 
 import tp
 from complete import complete, load
 from generate import Runner
-from ladder.ranks.world import World
 from ladder.text import template
 from ladder.text.tokenizer import load_tokenizer
 
@@ -183,7 +182,7 @@ def test_requests_with_settings_of_their_own_are_answered_as_if_alone(ranks):
         names = "temperature", "top_k", "top_p", "min_p"
         request["sampling"] = dict(zip(names, ways[i % 6], strict=False)) | {"seed": i}
         requests.append((i // 2, ASK | request))
-    alone, _ = answer_in_turns(World(0, 1, torch.device("cpu")), config, requests, 1)
+    alone, _ = answer_in_turns(ALONE, config, requests, 1)
     with torch.inference_mode():
         for (_, request), answer in zip(requests, alone, strict=True):
             if not request["sampling"]["temperature"]:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from cases import refused
 from configs import BASE, change
-from helpers import StateWeights, random_model, shard, train_tokenizer, write_model
+from file_edits import write_json
+from helpers import StateWeights, random_model, seeded, shard, train_tokenizer, write_model
 from running import check_kills, run_main, run_ranks
 from training_runs import Letters, check_resumption, check_same_run, read_losses, train_on_rank, trainee_like
 
@@ -128,7 +129,7 @@ def test_the_loss_is_the_naive_one(monkeypatch):
     monkeypatch.setattr(adapt, "LOSS_TOKENS", 4)
     student = random_model(change(BASE, wiring="ladder:2"), 1).double()
     teacher = random_model(BASE, 2).double()
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
     counts = torch.rand(2, 9, generator=generator) < 0.6
     batch = data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None)
@@ -356,7 +357,7 @@ def test_a_signal_while_it_saves_is_no_write_error(signal, training_flags, monke
 
 def test_bad_flags_leave_nothing(training_flags, retraining_flags, tiny, tmp_path):
     (tmp_path / "empty").write_text("")
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
+    write_json(tmp_path / "chat.jsonl", {"messages": CHAT})
     run_main(quantize, "--checkpoint", tiny, "--mode", "int8", "--out", tmp_path / "int8")
     for name, wiring in ("desync", "desync"), ("other", None):
         write_model(tmp_path / name, rewired(checkpoint.read_config(tiny), wiring))

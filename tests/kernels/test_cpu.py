@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from cases import slow_case
 from configs import BASE, change
-from helpers import ROOT, counted_kernels, last_logits, randn_bf16, random_model, unequal_rows
+from helpers import ALONE, ROOT, counted_kernels, last_logits, randn_bf16, random_model, seeded, unequal_rows
 from quantized_models import INT8, QUANTIZED, check_quantized_model, random_integers
 from reference import Reference, exact_attention
 from safetensors.torch import save_file
@@ -26,10 +26,7 @@ from ladder.checkpoints import checkpoint
 from ladder.kernels import compilers, compiling, cpp, quant_linear, registry
 from ladder.kernels.cpu import loading, skinny_gemm, stand_ins
 from ladder.layers.attention_inputs import attention_metadata
-from ladder.ranks.world import World
 from model import Linear, rotate_into_cache
-
-WORLD = World(0, 1, torch.device("cpu"))
 
 
 def test_few_rows_are_exact_up_to_the_last_rounding(threads):
@@ -256,7 +253,7 @@ def test_attention_by_any_mask(G, threads):
     """Keys with gaps between them, none at all, and, without a mask, all up to a token's own."""
     skinny_gemm.build()
     q, (keys, values) = randn_bf16(3, 2, 4, G, 64), randn_bf16(2, 3, 2, 21, 64)
-    mask = torch.rand(3, 4, 17, generator=torch.Generator().manual_seed(0)) < 0.4
+    mask = torch.rand(3, 4, 17, generator=seeded(0)) < 0.4
     mask[0, 1], mask[2, 3] = False, True
     for some, visible in (mask, mask), (None, torch.ones(3, 4, 21, dtype=torch.bool).tril()):
         y = torch.ops.ladder.decode_attention(q, keys, values, some, 0.125)
@@ -311,7 +308,7 @@ def test_a_layers_attention_in_one_call_is_the_same_bit_by_bit(quant, most, spec
     if "heads" in special:
         config = change(config, heads={"sliding_window": 5, "window_layers": (1,)})
         name = "ladder.architectures.heads.HeadAttention.forward"
-    net = generate.load_model(config, None, "bfloat16", WORLD)
+    net = generate.load_model(config, None, "bfloat16", ALONE)
     for i, vector in enumerate(p for p in net.parameters() if p.dim() == 1):  # biases and norms
         vector.data = randn_bf16(i + 1, len(vector))[-1]
     first = torch.tensor([[9], [0]])
@@ -404,7 +401,7 @@ def test_without_what_cannot_be_built_pytorchs_kernels_run_and_one_line_says_why
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):  # models
-        net = generate.load_model(INT8, None, "bfloat16", WORLD)
+        net = generate.load_model(INT8, None, "bfloat16", ALONE)
         with counted_kernels() as counts:
             net.output(zeros(3, 64))
         assert net.output.layout is None and counts["ladder.kernels.quant_linear.QuantLinear.forward"] == 1
@@ -418,7 +415,7 @@ def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant, capsys):
     config = change(
         BASE, head_dim=64, dim=64, intermediate_size=96, quant=quant, group_size=32 if quant == "int4" else None
     )
-    net = generate.load_model(config, None, "bfloat16", WORLD)
+    net = generate.load_model(config, None, "bfloat16", ALONE)
     kind = quant_linear.QuantLinear if quant else Linear
     linears = [m for m in net.modules() if type(m) is kind]
     assert all(m.layout is skinny_gemm.LAYOUT and m.packed.dtype.itemsize == 1 for m in linears if quant)
@@ -427,7 +424,7 @@ def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant, capsys):
     layers = "model.Attention.forward", "model.FeedForward.forward", "ladder.layers.norms.RMSNorm.forward"
     assert [counts[name] for name in layers] == [3, 3, 7]
     registry.stop_using()
-    net = generate.load_model(config, None, "float32", WORLD)
+    net = generate.load_model(config, None, "float32", ALONE)
     said = capsys.readouterr().err
     assert said == "int4 in float32 has no kernels: bfloat16 is many times faster\n" * (quant == "int4")
     assert [function.__name__ for function in registry.used] == ["sample"] and type(net.output) is kind

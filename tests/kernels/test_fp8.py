@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import refused
 from configs import BASE
-from helpers import StateWeights, last_logits, randn, rank_logits, shard, unequal_rows
+from helpers import StateWeights, last_logits, randn, rank_logits, seeded, shard, unequal_rows
 from quantized_models import E4M3_VALUES, e4m3_value, expected_logits, quantized_state
 from running import run_ranks
 
@@ -19,7 +19,7 @@ CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64,
 
 
 def make_linear(N, K, bias=False, seed=0):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     linear = quant_linear.QuantLinear((N, K), "fp8", None, bias)
     weight, scales = rounding.to_e4m3(torch.randn(N, K, generator=g) * torch.logspace(-3, 3, N)[:, None])
     linear.weight.copy_(weight)

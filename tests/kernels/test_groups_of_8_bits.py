@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from cases import refused
 from configs import BASE
-from helpers import randn_bf16
+from helpers import ALONE, randn_bf16, seeded
 
 import generate
 from ladder import config_check
 from ladder.kernels import quant_linear
 from ladder.kernels.cpu import skinny_gemm
-from ladder.ranks.world import World
 from model import build
 
 RANGES = {  # (lowest, highest integer): (bits, whether they are signed)
@@ -26,7 +25,7 @@ SHAPES = (1, 32, 32), (33, 96, 16), (67, 40, 8), (50, 2048, 64), (18, 4096, 128)
 
 def in_groups(N, K, size, bounds=(-128, 127), has_zeros=True, dtype=torch.float16, seed=0):
     """Integers with these bounds, both of which occur, scales and zeros."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = seeded(seed)
     q = torch.randint(bounds[0], bounds[1] + 1, (N, K), generator=draw)
     q[0, :2] = torch.tensor(bounds)
     scales = torch.randn(N, K // size, generator=draw) / 100
@@ -233,5 +232,5 @@ def test_pytorchs_kernel_for_a_scale_per_row_stands_back():
 
 def test_random_weights_of_a_size_have_the_deviation_of_its_floats():
     config = dataclasses.replace(BASE, head_dim=16, dim=64, intermediate_size=96, quant="int8", group_size=32)
-    net = generate.load_model(config, None, "float32", World(0, 1, torch.device("cpu")))
+    net = generate.load_model(config, None, "float32", ALONE)
     assert net.layers[0].feed_forward.w1.rows(slice(None)).std() == pytest.approx(0.02, rel=0.05)

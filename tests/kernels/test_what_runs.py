@@ -6,7 +6,6 @@ kernel, and something else than before the edit.
 
 import contextlib
 import inspect
-import json
 import types
 
 import pytest
@@ -15,7 +14,8 @@ import torch.nn as nn
 import torch.nn.utils.prune
 from cases import refused, slow_case
 from configs import BASE, change
-from helpers import counted_kernels, last_logits, randn, unequal_rows
+from file_edits import read_json
+from helpers import ALONE, counted_kernels, last_logits, randn, seeded, unequal_rows
 from running import run_ranks
 
 import generate
@@ -24,7 +24,6 @@ import tp
 from ladder.architectures import heads
 from ladder.kernels import digests, quant_kernels, quant_linear, registry
 from ladder.layers import attention_inputs, norms
-from ladder.ranks.world import World
 
 SHAPE = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "dim": 64, "intermediate_size": 96}
 CONFIG = change(BASE, **SHAPE, wiring="ladder")
@@ -32,15 +31,14 @@ QUANTS = {
     "bfloat16": {}, "int8": {"quant": "int8"}, "int8 in groups": {"quant": "int8", "group_size": 16},
     "int4": {"quant": "int4", "group_size": 32}, "float32": {},
 }  # fmt: skip
-WORLD = World(0, 1, torch.device("cpu"))
 
 
-def load(quant="bfloat16", world=WORLD, **changes):
+def load(quant="bfloat16", world=ALONE, **changes):
     config = change(CONFIG, **QUANTS[quant], **changes)
     net = generate.load_model(config, None, "float32" if quant == "float32" else "bfloat16", world)
     for name, weight in net.named_parameters():
         if name.endswith("norm.weight"):
-            weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
+            weight.data.uniform_(0.5, 1.5, generator=seeded(len(name)))
         elif weight.dtype in (torch.bfloat16, torch.float32) and not name.endswith(("scales", "zeros")):
             weight.data *= 6  # so that each layer matters
     for linear in quant_linears(net):
@@ -150,7 +148,7 @@ def test_each_function_that_is_replaced_runs_as_it_does_without_kernels(quant, o
 @pytest.mark.parametrize("name", ["model.FeedForward.forward", "model.attend", "model.Linear.forward"])
 def test_a_function_that_was_edited_in_its_file_runs_as_written(name, monkeypatch, capsys):
     """As if its source was not what the kernels were made for."""
-    known = json.loads(registry.DIGESTS.read_text())
+    known = read_json(registry.DIGESTS)
     assert name in known
     monkeypatch.setattr(registry.json, "loads", lambda text: {**known, name: "another"})
     net = load()
@@ -164,7 +162,7 @@ def test_a_function_that_was_edited_in_its_file_runs_as_written(name, monkeypatc
 
 def test_the_digests_are_those_of_the_source():
     """Else kernels would be off. After a change of plain functions and kernels: python -m ladder.kernels.digests"""
-    assert json.loads(registry.DIGESTS.read_text()) == digests.digests()
+    assert read_json(registry.DIGESTS) == digests.digests()
 
 
 def test_comments_docstrings_and_layout_are_no_change(tmp_path, monkeypatch):
@@ -186,7 +184,7 @@ class Lora(nn.Module):
 
     def __init__(self, linear, features_in, features_out):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         self.base, self.out_features = linear, features_out
         self.a = nn.Parameter(0.5 * torch.randn(4, features_in, generator=generator).to(torch.bfloat16))
         self.b = nn.Parameter(0.5 * torch.randn(features_out, 4, generator=generator).to(torch.bfloat16))
@@ -449,7 +447,7 @@ def test_a_mask_of_ones_own_is_used():
     for mask in gaps, torch.ones_like(metadata.mask):
         results = []
         for context in registry.plain_only, counted_kernels:
-            cache = [tensor.normal_(generator=torch.Generator().manual_seed(1)) for tensor in net.new_cache(2, 6)[0]]
+            cache = [tensor.normal_(generator=seeded(1)) for tensor in net.new_cache(2, 6)[0]]
             with context() as counts, torch.inference_mode():
                 results.append(net.layers[0].attention(x, metadata._replace(mask=mask), cache).float())
         assert counts["model.Attention.forward"] == 1

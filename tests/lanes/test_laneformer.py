@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import numpy as np
 import pytest
@@ -10,7 +9,8 @@ import torch
 from cases import refused, slow_case
 from collective_order import eager_order
 from configs import BASE, change
-from helpers import last_logits, write_model
+from file_edits import write_json
+from helpers import last_logits, seeded, write_model
 from laneformer import Laneformer
 from quantized_models import dequantized_state
 from running import run_main, run_ranks
@@ -44,7 +44,7 @@ CASES = {
     "windows in the last layers": {"sliding_window": 3, "sliding_window_n_layers": -2, "num_lanes": 2},
     "windows in some layers": {**RELEASED, "sliding_window": 4, "swa_layers": [0, 2, 3]},
 }
-TOKENS = torch.randint(3, 256, (3, 20), generator=torch.Generator().manual_seed(5))
+TOKENS = torch.randint(3, 256, (3, 20), generator=seeded(5))
 LENGTHS = torch.tensor([20, 17, 12])
 
 
@@ -52,7 +52,7 @@ def random_state(hf):
     """Random tensors in the layout of their folders, large enough that every term matters."""
     L, D, width, V = (hf[key] for key in ("num_lanes", "hidden_size", "intermediate_size", "vocab_size"))
     kv = D * hf["num_key_value_heads"] // hf["num_attention_heads"]
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
 
     def weight(*shape):
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
@@ -81,7 +81,7 @@ def converted(path, **changes):
     hf = {**SHAPE, **changes}
     state = random_state(hf)
     (path / "hf").mkdir()
-    (path / "hf" / "config.json").write_text(json.dumps(hf))
+    write_json(path / "hf" / "config.json", hf)
     save_file(state, path / "hf" / "model.safetensors")
     run_main(convert_hf_checkpoint, path / "hf", "--out", path / "ours")
     return hf, state
@@ -166,5 +166,5 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
     ({"broadcast_delay": 0}, "no such wiring: 'laneformer-0/4'"),
 ], ids=str)  # fmt: skip
 def test_keys_that_may_mean_another_function_are_one_clear_line(changes, message, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **changes}))
+    write_json(tmp_path / "config.json", {**SHAPE, **changes})
     refused(f"config.json: .*{message}", huggingface.config_from_hf, tmp_path / "config.json")

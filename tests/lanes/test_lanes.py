@@ -7,7 +7,7 @@ import torch
 from cases import refused, slow_case
 from configs import BASE, BIASED, ONE_EACH, change
 from decoding_runs import answer_in_turns
-from helpers import StateWeights, random_model, rank_logits, shard
+from helpers import ALONE, StateWeights, random_model, rank_logits, shard
 from parity import check_ranks_against_the_reference
 from quantized_models import BIASED_INT4, INT4, INT8, dequantized_state, quantized_state
 from running import run_ranks
@@ -16,7 +16,6 @@ import tp
 from ladder.lanes.lanes import lanes_of_rank, load_lanes
 from ladder.memory import step_bytes
 from ladder.progress import progress
-from ladder.ranks.world import World
 
 LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.reads_partials]
 LANED = [*(f"{wiring}/4" for wiring in LANED if wiring != "upper-bound"), "desync:3/4", "delayed-3/4"]
@@ -106,5 +105,5 @@ def test_what_counts_bytes_and_serves_rows_finds_the_attentions_of_all_lanes():
     assert read[0] == read[1] > 0
     requests = [(0, {"ids": [1, 5, 6], "max_tokens": 4}), (1, {"ids": [1, 9], "max_tokens": 3})]
     config = dataclasses.replace(BASE, wiring="spd/2", eos_ids=())
-    rows = answer_in_turns(World(0, 1, torch.device("cpu")), config, requests, 2)[0]
+    rows = answer_in_turns(ALONE, config, requests, 2)[0]
     assert [len(ids) for ids in rows] == [4, 3]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from cases import refused, slow_case
 from configs import BASE
-from helpers import ROOT, random_model
+from helpers import ROOT, random_model, seeded
 from running import HANGS, free_port, run_ranks
 
 import generate
@@ -36,7 +36,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 
 def numbers(rank, count, dtype, seed=0):
     """What a rank contributes; any rank can compute it. Of unequal sizes, so that rounding matters."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    generator = seeded(1000 * seed + rank)
     if not dtype.is_floating_point:
         return torch.randint(-1000, 1000, (count,), generator=generator, dtype=dtype)
     exponents = torch.randint(-6, 7, (count,), generator=generator)

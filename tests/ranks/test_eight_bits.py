@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from configs import BASE, OLMO, change
-from helpers import last_logits, shard, unequal_rows
+from helpers import last_logits, seeded, shard, unequal_rows
 from running import RANKS, run_ranks
 
 import tp
@@ -58,7 +58,7 @@ def check_sum(result, partials):
 
 def numbers(rank, count, dtype, scale):
     """A rank's partial, with zeros in the middle; any rank can compute it."""
-    generator = torch.Generator().manual_seed(rank)
+    generator = seeded(rank)
     x = torch.randn(count, generator=generator, dtype=torch.float64) * scale
     x[40:80] = 0
     return x.to(dtype)

@@ -3,7 +3,6 @@
 import argparse
 import collections
 import functools
-import json
 import os
 import pickle
 import re
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import refused
+from file_edits import read_json
 from helpers import ROOT
 from running import HANGS, command
 
@@ -110,7 +110,7 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_
     wrong = InputError("wrong")
     # torchrun lists each rank that fails; on the node of the first one, that is enough
     assert [leave(1, wrong, "0"), leave(0, wrong, "0"), leave(2, wrong, "1")] == [2, 0, 2]
-    told = json.loads((tmp_path / "1").read_text())["message"]
+    told = read_json(tmp_path / "1")["message"]
     assert told["message"] == "x.py: wrong" and int(told["extraInfo"]["timestamp"]) < int(time.time())
     shared.delete_key("ended")
     assert [leave(1, wrong, "0"), leave(0, wrong, None), leave(2, Terminated("SIGTERM"), None)] == [2] * 3

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from cases import refused
-from file_edits import change_tensors, edit_config, edit_state, take_state
+from file_edits import change_tensors, edit_config, edit_state, take_state, write_json
 from helpers import ROOT, shared_data, train_tokenizer
 from hf_folders import (
     FOLDED,
@@ -391,7 +391,7 @@ def test_a_wrong_value_is_told_by_its_own_key(family, tmp_path):
     for part, key in places(good):
         value = part[key]
         for part[key] in None, "x", -1, 0, 1.5, [], {}, True, [None]:
-            path.write_text(json.dumps(good))
+            write_json(path, good)
             try:
                 huggingface.config_from_hf(path)
             except InputError as e:
@@ -405,7 +405,7 @@ UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj
 
 def lose_a_shard(folder):
     index = {"weight_map": dict.fromkeys(take_state(folder), "model-00001-of-00001.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def only(name):
@@ -500,7 +500,7 @@ def test_a_tokenizer_has_more_ends_and_fewer_tokens(hf_folder, tmp_path, capsys)
     model.add_tokens([AddedToken(text, special=True) for text in ("<|im_end|>", "<eos>", "<x>", "[PAD]")])
     model.save(str(hf_folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    (hf_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
+    write_json(hf_folder / "tokenizer_config.json", {"eos_token": "<eos>", "chat_template": template})
     assert convert(hf_folder, tmp_path / "ours").config.eos_ids == (2, 129, 128)
     said = capsys.readouterr().out
     assert "left out: the tokens [PAD], for which" in said and "also ends at <eos>, <|im_end|>, which" in said

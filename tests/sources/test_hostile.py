@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from cases import refused
 from configs import BASE
+from file_edits import write_json
 from helpers import ROOT, random_model
 from safetensors.torch import save_file
 
@@ -103,11 +104,11 @@ def test_an_index_says_which_tensors_a_folder_has(tmp_path):
         tensors = {right: torch.ones(2), other: torch.zeros(2), f"only in {right}": torch.zeros(2)}
         save_file(tensors, tmp_path / f"{right}.safetensors")
     index = {"weight_map": {"b": "b.safetensors", "a": "a.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_json(tmp_path / "model.safetensors.index.json", index)
     weights = checkpoint.Weights(tmp_path)
     assert sorted(weights.names()) == ["a", "b"] and weights.read("a").all() and weights.read("b").all()
     index["weight_map"]["c"] = "a.safetensors"
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_json(tmp_path / "model.safetensors.index.json", index)
     refused(r"a\.safetensors has no tensor 'c', which the index names", checkpoint.Weights, tmp_path)
 
 
@@ -115,7 +116,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     (inner := tmp_path / "inner").mkdir()
     for file in "../secret", "/etc/passwd", "..":
-        (inner / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+        write_json(inner / "model.safetensors.index.json", {"weight_map": {"a": file}})
         refused(r"index\.json", checkpoint.Weights, inner)
 
 

@@ -17,7 +17,7 @@ import tokenizers
 import torch
 import transformers
 from cases import refused
-from file_edits import changed_bytes, changed_json, edit_config, edit_state
+from file_edits import changed_bytes, changed_json, edit_config, edit_state, read_json, write_json
 from gguf import GGMLQuantizationType as Type
 from helpers import folder_logits, last_logits, train_tokenizer, unequal_rows
 from hf_folders import (
@@ -218,8 +218,8 @@ def test_experts_one_by_one_or_together(form, dtype, family, tmp_path):
             put(twin, name, result)
     (tmp_path / "hf").mkdir()
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
-    values = json.loads((tmp_path / "plain" / "config.json").read_text())
-    (tmp_path / "hf" / "config.json").write_text(json.dumps({**values, "quantization_config": settings}))
+    values = read_json(tmp_path / "plain" / "config.json")
+    write_json(tmp_path / "hf" / "config.json", {**values, "quantization_config": settings})
     check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), twin)
     ours = convert(tmp_path / "hf", tmp_path / "ours")
     assert {*ours.config.not_quantized} == {"tok_embeddings", "output"}
@@ -756,7 +756,7 @@ def test_changed_files_work_or_are_refused_in_one_line(number, tmp_path):
         else:
             values = json.loads(files["config.json"])
             settings = json.loads(changed_json(draw, json.dumps({"q": values["quantization_config"]}).encode()))
-            (source / "config.json").write_text(json.dumps({**values, "quantization_config": settings.get("q", 3)}))
+            write_json(source / "config.json", {**values, "quantization_config": settings.get("q", 3)})
         try:
             run_main(convert_hf_checkpoint, source, "--out", tmp_path / "ours")
             shutil.rmtree(tmp_path / "ours")

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from cases import refused
+from file_edits import read_json, write_json
 from helpers import shared_data
 
 from ladder.text import rendering, tiktoken_ranks, tokenizer
@@ -43,7 +44,7 @@ def json_folder(tmp_path_factory):
     model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     model.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": {"content": "</s>"}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_json(folder / "tokenizer_config.json", settings)
     return folder
 
 
@@ -119,11 +120,11 @@ def test_chat_with_sentencepiece_and_named_or_filed_templates(tiny, tmp_path):
     refused("no chat template", tokenizer.load_tokenizer(tmp_path).chat, [])
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}A</s>"}]
     settings = {"bos_token": "<s>", "chat_template": named, "added_tokens_decoder": {"300": {"content": "<|im_end|>"}}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_json(tmp_path / "tokenizer_config.json", settings)
     (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ bos_token }}C"}')
     ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.chat([]) == [1, *ours.encode_plain("A"), 2]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    write_json(tmp_path / "tokenizer_config.json", {**settings, "chat_template": None})
     ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.chat([]) == [1, *ours.encode_plain("C")]
     (tmp_path / "chat_template.jinja").write_text("B<|im_end|>")
@@ -144,10 +145,10 @@ def test_a_chat_has_tokens_that_only_the_settings_name(older, json_folder, tmp_p
     named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "additional_special_tokens": ["<|im_start|>"]}
     tokens = {size + 1: {"content": "<think>", "special": False}, size: {"content": "<|im_start|>", "special": True}}
     settings = {**named, "eos_token": "</s>", "added_tokens_decoder": tokens}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT, **({} if older else settings)}))
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": CHAT, **({} if older else settings)})
     if older:
-        (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
-        (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": size + 1, "<|im_start|>": size}))
+        write_json(tmp_path / "special_tokens_map.json", named)
+        write_json(tmp_path / "added_tokens.json", {"<think>": size + 1, "<|im_start|>": size})
     messages = [{"role": "user", "content": "a dog"}]
     ours, theirs = tokenizer.load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     ids = ours.chat(messages)
@@ -171,7 +172,7 @@ def test_legacy_says_whether_text_behind_a_special_token_gets_a_space(legacy, ti
 
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     settings |= {} if legacy is None else {"legacy": legacy}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_json(tmp_path / "tokenizer_config.json", settings)
     shutil.copy(tiny / "tokenizer.model", tmp_path)
     ours = tokenizer.load_tokenizer(tmp_path)
     proto = sentencepiece_model_pb2.ModelProto.FromString((tmp_path / "tokenizer.model").read_bytes())
@@ -216,8 +217,9 @@ def test_added_tokens_beyond_the_embedding_are_plain_text(json_folder, tmp_path)
     model.add_special_tokens(["<image>"])
     values = json.loads(model.to_str())
     values["model"]["vocab"]["<image>"] = size
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"added_tokens_decoder": {size: {"content": "<image>"}, size + 1: {"content": "[PAD]"}}})
+    write_json(
+        tmp_path / "tokenizer_config.json",
+        {"added_tokens_decoder": {size: {"content": "<image>"}, size + 1: {"content": "[PAD]"}}},
     )
     for content in model.to_str(), json.dumps(values):
         file.write_text(content)
@@ -239,7 +241,7 @@ def test_as_many_ranks_as_llama_3s_are_another_familys_where_a_file_says_so(tikt
         ("config.json", {"model_type": "deepseek_v3"}, False),
         ("config.json", {"model_type": "llama"}, True),
     ):
-        (folder / name).write_text(json.dumps(settings))
+        write_json(folder / name, settings)
         if is_llama:
             assert "<|eot_id|>" in tokenizer.load_tokenizer(folder).special
             continue
@@ -267,7 +269,7 @@ def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder, tmp_path):
     added = {n: "[BOS]", n + 1: "[EOS]", n + 2: "<|im_end|>"}
     settings = {"tokenizer_class": "TikTokenTokenizer", "bos_token": "[BOS]", "eos_token": "[EOS]"}
     settings["added_tokens_decoder"] = {i: {"content": text, "special": True} for i, text in added.items()}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_json(tmp_path / "tokenizer_config.json", settings)
     ours = tokenizer.load_tokenizer(tmp_path, n + 256)
     assert ours.encode("\u4e2d\u6587English don't") == [
         ranks[text.encode()] for text in ("\u4e2d\u6587", "English", " don't")
@@ -280,12 +282,12 @@ def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder, tmp_path):
 
 def test_the_end_is_the_eos_token_and_what_the_template_writes_after_an_answer(json_folder, tiny, tmp_path):
     """An end that is in the vocabulary like any text, and only named by the settings, is a special token too."""
-    values = json.loads((json_folder / "tokenizer.json").read_text())
+    values = read_json(json_folder / "tokenizer.json")
     values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] != "</s>"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8-sig")  # with a BOM
     added = {"288": {"content": "<|im_end|>"}, "289": {"content": "<|im_start|>"}, "290": {"content": "<|im_end|>2"}}
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "added_tokens_decoder": added}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_json(tmp_path / "tokenizer_config.json", settings)
     ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.end_tokens == {"</s>": 1}
     assert ours.encode_markup("a</s>")[-1] == 1 and ours.decode([1]) == ""
@@ -310,12 +312,12 @@ NASTY = ["Don't  I'LL", " x\n\n y\t\r\n", "e\u0301\ufb01 naïve", "# # 12345", "
 def test_pairs_in_two_files(name, json_folder, tmp_path):
     import transformers
 
-    model = json.loads((json_folder / "tokenizer.json").read_text())["model"]
-    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"] | {"12": len(model["vocab"])}))
+    model = read_json(json_folder / "tokenizer.json")["model"]
+    write_json(tmp_path / "vocab.json", model["vocab"] | {"12": len(model["vocab"])})
     merges = ["#version: 0.2", *map(" ".join, model["merges"]), "1 2"]  # Qwen 2 takes each digit for a word
     (tmp_path / "merges.txt").write_text("\n".join(merges) + "\n")
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, **named}))
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": name, **named})
     if name == "LlamaTokenizer":
         refused(
             "tokenizer_class is LlamaTokenizer, but only for GPT2Tokenizer, GPTNeoX", tokenizer.load_tokenizer, tmp_path
