@@ -19,6 +19,15 @@ def write_json(path, value):
     path.write_text(json.dumps(value))
 
 
+def read_lines(path):
+    """Return the values of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path, values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+
+
 def edit_config(folder, **changes):
     path = folder / "config.json"
     write_json(path, {**read_json(path), **changes})

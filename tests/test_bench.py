@@ -12,6 +12,7 @@ import time
 import pytest
 from cases import refused, slow_case
 from decoding_runs import bench_flags, cell_texts
+from file_edits import read_lines
 from helpers import ALONE, ROOT
 from running import HANGS, main_on_ranks, run_ranks
 
@@ -51,7 +52,7 @@ def test_ranks_append_a_line_for_each_cell(tiny, tmp_path):
     out = tmp_path / "out.jsonl"
     words = bench_flags(tiny, "--batch", 2, 1, "--wiring", "standard", "ladder", "--eager", "--json", out)
     (shown, said), (nothing, _) = main_on_ranks(2, bench.main, *words)
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = read_lines(out)
     assert [(line["wiring"], line["batch"]) for line in lines] == [(w, b) for w in WIRINGS[:2] for b in (2, 1)]
     first, *_, last = lines
     assert first["tp"] == 2 and len(first["bandwidth"]) == 2 and first.keys() >= {"torch", "commit", "hardware"}
@@ -174,7 +175,7 @@ def test_a_real_sweep_of_the_demo(tmp_path):
     process = shell(tmp_path / "work", *words, PYTHON=sys.executable)
     out, err = process.communicate(timeout=10 * HANGS)
     assert process.returncode == 0, err
-    lines = [json.loads(line) for line in (tmp_path / "work" / "bench.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "work" / "bench.jsonl")
     assert [line["tp"] for line in lines] == [1, 1, 2, 2, 2, 2] and not lines[0]["compiled"]
     assert [line["threads"] for line in lines[1:3]] == [bench.available_cores(), max(1, bench.available_cores() // 2)]
     assert [" ".join(bench.tables(some).split()) in " ".join(out.split()) for some in (lines[:2], lines[2:])] == [

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import refused
 from configs import BASE
+from file_edits import read_lines
 from helpers import ROOT, random_model, shard, train_tokenizer, unequal_rows
 from reference import Reference
 from running import main_on_ranks, run_main, run_ranks
@@ -131,7 +132,7 @@ def test_documents_are_scored_each_alone_with_any_tp(tiny, tmp_path, capsys):
         assert together["nats_per_token"] * n_tokens == pytest.approx(nats, rel=1e-5)
         assert together["bytes"] == sum(map(len, texts))
         assert together["bits_per_byte"] == pytest.approx(nats / math.log(2) / together["bytes"], rel=1e-5)
-    assert [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()] == lines
+    assert read_lines(tmp_path / "out") == lines
 
 
 def test_compare_two_wirings_with_any_tp(tiny, text, capsys):

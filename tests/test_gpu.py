@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configs import WIRED, change, wired_id
+from file_edits import read_lines
 from gpu import CONFIG, DEVICE, NEEDS_A_GPU, ON_CPU
 from helpers import check_split_attention, last_logits, randn, random_model, unequal_rows
 from reference import MixtureReference
@@ -106,7 +107,7 @@ def test_captured_steps_on_two_gpus_choose_what_eager_ones_do(comm, tmp_path):
         if "reach one another's memory" in done.stderr:
             pytest.skip("these GPUs do not reach one another's memory")
         assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "out.jsonl")
     assert all(line["tokens"] == lines[0]["tokens"] for line in lines)
     assert len(lines[2]["graph_bytes"]) == 2 and sum(lines[2]["graph_bytes"]) < 2e8
 

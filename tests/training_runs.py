@@ -1,9 +1,8 @@
 """Runs of adapt.py: on a rank, interrupted and resumed, and compared by their logs and weights."""
 
-import json
-
 import pytest
 from cases import refused
+from file_edits import read_lines
 from running import run_main
 
 from extras.training import adapt, sharding
@@ -34,7 +33,7 @@ def trainee_like(model):
 
 def read_losses(out):
     """Returns the log of a run, without what depends on the machine."""
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    lines = read_lines(out / "log.jsonl")
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
 
 

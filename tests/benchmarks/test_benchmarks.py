@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import itertools
-import json
 import re
 import shlex
-import subprocess
 import sys
 from collections import Counter
 
@@ -14,9 +12,9 @@ import pytest
 import torch
 from cases import refused, slow_case
 from configs import change
-from file_edits import read_json
+from file_edits import read_json, read_lines, write_lines
 from helpers import ROOT
-from running import RANKS, main_on_ranks, run_main, script
+from running import RANKS, main_on_ranks, run_main, run_python, script
 
 import bench
 from benchmarks import decode, gpu, int4_libraries, step_kernels
@@ -47,10 +45,6 @@ def printed(capsys):
     return run
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 # ---- extras/measure/sweep.py and plot.py -----------------------------------------------------------------------------
 
 
@@ -59,7 +53,7 @@ def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(small, print
     flags = ["--model", "1b", "--simulate-tp", 2, "--link", "free", "5000us", "--wiring", "standard", "ladder:1,"]
     flags += ["--batch", 1, 2, "--seconds", 0, "--eager", "--json", out, "--profile", tmp_path / "traces"]
     shown = printed(sweep, *flags)
-    lines = read(out)
+    lines = read_lines(out)
     cases = {*itertools.product(["free", "5000us"], ["standard", "ladder:1,"], [1, 2])}
     assert {(line["link"]["name"], line["wiring"], line["batch"]) for line in lines} == cases and len(lines) == 8
     assert all(line["step_ms"] >= 4 * 5 for line in lines if line["link"]["name"] == "5000us")
@@ -76,7 +70,7 @@ def test_a_sweep_compares_a_prefill_in_chunks(small, printed, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--model", "1b", "--simulate-tp", "2", "--prompt-length", "7", "--eager", "--seconds", 0, "--json", out]
     shown = printed(sweep, *flags, "--wiring", "standard", "ladder", "--link", "tcp+2000us", "--prefill", 1, 2)
-    lines = read(out)
+    lines = read_lines(out)
     names = ["standard", "standard in 2 parts", "ladder", "ladder in 2 parts"]
     assert [line["wiring"] for line in lines] == names and {line["kind"] for line in lines} == {"prefill"}
     assert [(line["all_reduces"], line["all_reduce_bytes"]) for line in lines[:2]] == [(4, 7 * 128), (8, 4 * 128)]
@@ -89,7 +83,7 @@ def test_a_sweep_of_a_checkpoint_on_real_ranks_names_their_link(how, tmp_path, t
     flags = ["--checkpoint", tiny, "--wiring", "standard", "--link", "2000us", "--label", "veth"]
     flags += ["--prompt-length", 8]
     shown, *others = main_on_ranks(RANKS, sweep.main, "--seconds", 0, *how, "--json", out, *flags)
-    [line] = read(out)
+    [line] = read_lines(out)
     assert (line["link"]["name"], line["tp"], line["model"]) == ("veth", RANKS, tiny.name)
     assert line["all_reduces"] == 6 and line["step_ms"] >= 6 * 2 and line["limit_ms"] >= line["silent_ms"]
     assert "| veth | " in shown[0] and not any(text for text, _ in others)
@@ -137,7 +131,7 @@ def test_the_figure(tmp_path, printed):
              for w, ms in (("standard", 20.0), ("ladder", 10.0))]  # fmt: skip
     assert plot.by_link(lines)["ladder"] == dict.fromkeys((2.0, 1.0), (2.0, 2 - 20 / 11, 0.0))
     out, other = tmp_path / "x.jsonl", line("spd", 1.0, [1.0, 2.0], batch=2)
-    out.write_text("".join(json.dumps(one) + "\n" for one in [*lines, other]))
+    write_lines(out, [*lines, other])
     printed(sweep, "--show", out, "--wiring", "standard", "ladder", "--plot", tmp_path / "x.svg")
     assert "<svg" in (tmp_path / "x.svg").read_text()
     for wirings, message in (
@@ -158,7 +152,7 @@ def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path)
     out, flags = tmp_path / "out.jsonl", ["--decode", 2, "--prefill", 8, "--rounds", 3, "--engines"]
     shown = printed(decode, *flags, "ours", "ours:int8", "--json", out)
     torch.compiler.set_stance("default")
-    lines = read(out)
+    lines = read_lines(out)
     assert [(x["engine"], x["kind"], x["n"]) for x in lines] == [
         (engine, kind, n) for kind, n in (("decode", 2), ("prefill", 8)) for engine in ("ours", "ours:int8")
     ]
@@ -200,7 +194,7 @@ def test_libraries_for_int4_are_compared_and_those_that_fail_are_skipped(printed
     ways = {**int4_libraries.WAYS, "wrong": lambda linear: lambda x: -linear(x), "absent": lambda linear: 1 / 0}
     monkeypatch.setattr(int4_libraries, "WAYS", ways)
     printed(int4_libraries, "--device", "cpu", "--json", tmp_path / "out")
-    rows = {(line["way"], line["rows"]) for line in read(tmp_path / "out")}
+    rows = {(line["way"], line["rows"]) for line in read_lines(tmp_path / "out")}
     assert rows >= {(way, n) for way in ("ours", "bfloat16", "floats each time") for n in (1, 3)}
     assert not {way for way, _ in rows} & {"wrong", "absent"}
 
@@ -211,9 +205,9 @@ def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path, p
     errors = iter([None, "broke", *[None] * 7])
     monkeypatch.setattr(gpu, "run", lambda command, seconds: next(errors))
     printed(gpu, "--device", "cpu", "--json", tmp_path / "out")
-    assert [line["error"] for line in read(tmp_path / "out")] == ["broke"] and not [*errors]
+    assert [line["error"] for line in read_lines(tmp_path / "out")] == ["broke"] and not [*errors]
     printed(gpu, "--device", "cpu", "--seconds", 0, "--json", tmp_path / "late")
-    assert [line["error"] for line in read(tmp_path / "late")] == ["no time left"] * 9
+    assert [line["error"] for line in read_lines(tmp_path / "late")] == ["no time left"] * 9
 
 
 def test_kernels_of_a_step_are_what_a_longer_run_has_more(printed, tmp_path, monkeypatch):
@@ -227,7 +221,7 @@ def test_kernels_of_a_step_are_what_a_longer_run_has_more(printed, tmp_path, mon
     rows = "| b | 1 | 9.0 | 45.0% |", "| 1 others | 2 | 2.0 | 10.0% |", "| between kernels | 0 | 9.0 | 45.0% |"
     assert all(row in step_kernels.table(step, 20) for row in rows)
     text = printed(step_kernels, "--device", "cpu", "--model", "1b:1", "--prompt-length", 4, "--json", tmp_path / "out")
-    (line,) = read(tmp_path / "out")
+    (line,) = read_lines(tmp_path / "out")
     assert "| the step |" in text and line["kernels"]["ladder::attention_step"][0] == 1 == line["n_layers"]
 
 
@@ -235,7 +229,7 @@ def test_kernels_of_a_step_are_what_a_longer_run_has_more(printed, tmp_path, mon
 def test_gpu_s_cases_run_on_a_cpu_in_small(tmp_path):
     script("benchmarks/gpu.py", "--device", "cpu", "--json", tmp_path / "out", "--traces", tmp_path / "traces",
            PYTHONPATH=str(ROOT))  # fmt: skip
-    lines = read(tmp_path / "out")
+    lines = read_lines(tmp_path / "out")
     assert not [line for line in lines if "error" in line]
     assert {line.get("quant") for line in lines if "tpot_ms" in line} == {None, "int8", "int4", "fp8"}
     assert {line["wiring"] for line in lines if "limit_ms" in line} == {
@@ -270,8 +264,7 @@ def test_bad_flags(script, flags, message):
 
 def test_a_script_runs_as_a_module():
     """And says in one line what is wrong."""
-    command = [sys.executable, "-m", "extras.measure.sweep", "--wiring", "x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-m", "extras.measure.sweep", "--wiring", "x")
     assert done.returncode == 2 and done.stderr.startswith("sweep.py: --wiring: unknown wiring 'x'")
     assert done.stderr.count("\n") == 1
 

@@ -2,13 +2,13 @@
 
 import errno
 import fcntl
-import json
 import os
 import resource
 
 import pytest
 import torch
 from cases import refused, slow_case
+from file_edits import read_lines
 from running import check_kills, run_main
 
 import quantize
@@ -180,6 +180,6 @@ def test_many_append_at_the_same_time(tmp_path):
             outputs.append_line(path, {"from": i, "line": j, "text": "x" * 20_000})
         os._exit(0)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     assert len(lines) == 120
     assert all([x["line"] for x in lines if x["from"] == i] == [*range(30)] for i in range(4))

@@ -1,8 +1,6 @@
 """Exported folders in transformers: what they compute, how they load, what they become, and other people's trainers."""
 
 import re
-import subprocess
-import sys
 import types
 
 import pytest
@@ -11,7 +9,7 @@ from cases import refused
 from configs import BASE, YARN, change
 from helpers import ROOT, greedy_tokens, random_model, shared_data, write_model
 from hf_folders import FOLDED, HF_FAMILIES, MULTIMODAL, SMALL, TOKENS, check_parity, convert, hf_model, multimodal_model
-from running import run_main, script
+from running import run_main, run_python, script
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -252,7 +250,7 @@ def test_the_page_shows_code_that_runs(tmp_path):
         pytest.importorskip(library, reason=f"{library} (requirements-peers.txt) is not installed")
     run_main(to_hf, ROOT / "demo", "--out", tmp_path / "hf" / "demo")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "extras" / "export" / "README.md").read_text(), re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", "".join(blocks)], cwd=tmp_path, capture_output=True, text=True)
+    done = run_python("-c", "".join(blocks), cwd=tmp_path)
     assert done.returncode == 0 and "Once upon a time" in done.stdout, done.stderr
     run_main(convert_hf_checkpoint, tmp_path / "hf" / "tuned", "--out", tmp_path / "tuned")
     assert checkpoint.read_config(tmp_path / "tuned") == checkpoint.read_config(ROOT / "demo")

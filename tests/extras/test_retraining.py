@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from cases import refused
 from configs import BASE, GEMMA, change
-from file_edits import read_json
+from file_edits import read_json, write_lines
 from helpers import greedy_tokens, p_value, random_model, seeded, write_model
 from running import run_main, run_ranks
 from training_runs import Letters, check_resumption, check_same_run, train_on_rank, trainee_like
@@ -282,9 +282,9 @@ def test_curves_are_read_from_a_run_s_log_and_from_results_and_drawn(tmp_path):
         for i in range(12)
     ]
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    write_lines(tmp_path / "run" / "log.jsonl", log)
     lines = [{"what": "choose"}, {"name": "all", "log": log}, {"name": "short", "log": log[:9]}, {"log": log}]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "x.jsonl", lines)
     points = [(100, 1 / 2), (300, 1 / 4), (500, 1 / 6), (700, 1 / 8), (900, 1 / 10), (1100, 1 / 12)]
     assert curves.curves(tmp_path / "run" / "log.jsonl") == {str(tmp_path / "run"): points}
     assert curves.curves(tmp_path / "x.jsonl") == {"all": points}

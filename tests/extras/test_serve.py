@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -26,9 +25,9 @@ import torch
 from cases import slow_case
 from configs import BASE, LINEAR_ATTENTION
 from decoding_runs import ASK, answer_in_turns
-from file_edits import edit_config
+from file_edits import edit_config, write_lines
 from helpers import ALONE, ROOT, greedy_tokens, randn, random_model, shard
-from running import command, run_main, run_ranks
+from running import command, run_main, run_python, run_ranks
 
 import tp
 from complete import complete, load
@@ -49,7 +48,7 @@ slow = pytest.mark.slow
 
 def test_without_its_packages_it_ends_in_one_line():
     code = "import runpy, sys; sys.modules['uvicorn'] = None; runpy.run_path('serve.py', run_name='__main__')"
-    ended = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True)
+    ended = run_python("-c", code, "--help")
     assert ended.returncode == 2 and re.fullmatch(r".*uvicorn are missing.*: make serve.*\n", ended.stderr)
 
 
@@ -873,7 +872,7 @@ def test_lm_evals_client_gets_what_its_own_model_answers(tmp_path, model):
     [text] = complete(*model, ["Once upon a time"], 240, temperature=0.5, seed=8)  # what follows is end-of-sequence
     story, _, end = f"Once upon a time{text}".rpartition(" ")
     lines.append({"story": story, "ends": [f" {end}", end[-1], " park."], "right": 0})
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "lines.jsonl", lines)
     tasks = {
         "choices": "output_type: multiple_choice\ndoc_to_choice: ends\ndoc_to_target: right\ntarget_delimiter: ''\n"
         "metric_list: [{metric: acc}, {metric: acc_norm}]\nnum_fewshot: 1\n",

@@ -18,6 +18,7 @@ from configs import BASE, change
 from helpers import ALONE, ROOT, counted_kernels, last_logits, randn_bf16, random_model, seeded, unequal_rows
 from quantized_models import INT8, QUANTIZED, check_quantized_model, random_integers
 from reference import Reference, exact_attention
+from running import run_python
 from safetensors.torch import save_file
 
 import generate
@@ -492,9 +493,8 @@ def test_the_instructions_that_one_asks_for(tmp_path):
         pytest.skip("the other tests run on the only set that this processor has")
     files = [f"tests/{name}.py" for name in ("kernels/test_cpu", "architectures/test_experts", "test_tp")]
     names = "skinny_gemm or attention_of or feed_forward_is or packed_weights"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files, "-k", names]
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files, "-k", names]
+    done = run_python(*words, env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"})
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
 
 
