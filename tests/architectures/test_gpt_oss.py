@@ -21,6 +21,7 @@ from helpers import (
 )
 from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
 from parity import SPLITS, check_ranks_against_one_device
+from products import check_rounded
 from quantized_folders import mxfp4, write_quantized
 from quantized_models import check_quantized_twin
 from reference import exact_attention
@@ -134,7 +135,7 @@ def test_few_positions_with_sinks_against_float64(G):
         share = (total - sinks.double().view(2, 1, G)).sigmoid()[..., None]
         exact = exact_attention(q, keys, values, mask) * share
         y = torch.ops.ladder.decode_attention(q, keys, values, mask, 0.125, sinks)
-        assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+        check_rounded(y, exact, 1e-5)
         arguments = q.transpose(2, 3).double(), keys.double(), values.double(), mask
         split = split_attend(*arguments, sinks).unflatten(2, (G, 2))  # of a GPU, here without a compiler
         for other in heads.attend_with_sinks(*arguments, sinks), split:

@@ -26,10 +26,9 @@ from cases import slow_case
 from configs import BASE, LINEAR_ATTENTION
 from decoding_runs import ASK, answer_in_turns
 from file_edits import edit_config, write_lines
-from helpers import ALONE, ROOT, greedy_tokens, randn, random_model, shard
+from helpers import ALONE, ROOT, greedy_tokens, random_model
 from running import command, run_main, run_python, run_ranks
 
-import tp
 from complete import complete, load
 from generate import Runner
 from ladder.text import template
@@ -127,6 +126,13 @@ def model():
     return load(ROOT / "demo", "cpu", "float32")
 
 
+def wait_until(happens, seconds=60):
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def prompts_of(n, seed):
     r = random.Random(seed)
     return r, [[1, *(r.randrange(3, 131) for _ in range(r.randrange(0, 20)))] for _ in range(n)]
@@ -191,33 +197,14 @@ def test_requests_with_settings_of_their_own_are_answered_as_if_alone(ranks):
         assert answers == alone and max(sizes) == (5, 5)
 
 
-def adjusted_logits(world, logits):
-    """The logits of all ranks from which rows of several settings draw their first tokens."""
-    net = shard(BASE, world)
-    rows = Rows(Runner(net, net.new_cache(2, 9)), BASE.eos_ids)
-    settings = {"repetition_penalty": 1.5}, {"min_tokens": 3, "stop_token_ids": [9]}
-    for row, more in zip(rows, settings, strict=True):
-        rows.start(row.slot, ASK | {"ids": [5, 6, 7, 5], "max_tokens": 4} | more)
-        row.ids = [5, 6, 7, 5]
-    part = slice(*tp.vocab_range(BASE.vocab_size, world.rank, world.shares))
-    return net.comm.gather_logits(rows.adjusted(rows, logits[:, part]))
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_penalties_and_least_lengths_change_logits_as_defined(ranks):
-    logits = randn(2, BASE.vocab_size)
-    expected = logits.double()
-    for i in 5, 6, 7:
-        expected[0, i] *= 1 / 1.5 if expected[0, i] > 0 else 1.5
-    assert len({*logits[0, 5:8].sign().tolist()}) == 2  # both cases
-    expected[1, [2, 9]] = torch.finfo(torch.float32).min
-    for adjusted in run_ranks(ranks, adjusted_logits, logits):
-        torch.testing.assert_close(adjusted.double(), expected)
+def two_rows():
+    """A model, and its Rows without an end-of-sequence."""
+    net = random_model(BASE)
+    return net, Rows(Runner(net, net.new_cache(2, 64)), ())
 
 
 def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
-    net = random_model(BASE)
-    rows = Rows(Runner(net, net.new_cache(2, 64)), ())
+    net, rows = two_rows()
     ask = ASK | {"max_tokens": 4}
     with torch.inference_mode():
         for i in range(2):
@@ -232,8 +219,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
 
 def test_a_long_prompt_is_prefilled_between_the_steps_of_others(monkeypatch):
     monkeypatch.setattr(rows, "SHORT_CHUNK", 4)
-    net = random_model(BASE)
-    two = Rows(Runner(net, net.new_cache(2, 64)), ())
+    net, two = two_rows()
     ask = ASK | {"max_tokens": 30}
     with torch.inference_mode():
         two.start(0, ask | {"ids": [5, 6, 7]})
@@ -394,44 +380,48 @@ def test_logprobs_of_a_chat(server, model):
 
 OK = {"prompt": "One day", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-REFUSED = [  # body, status, words of the message
-    (b"{", 400, "is not JSON"), (b'{"prompt": NaN}', 400, "is not JSON"), (b"[" * 99999, 400, "is not JSON"),
-    (b"\xff\xfe", 400, "is not JSON"), (b"[1]", 400, "is not a JSON object"), (b"", 400, "is not JSON"),
-    ({}, 400, "has 0 tokens"), (OK | {"prompt": ["a"] * 44}, 400, "44 prompts but at most 43"),
-    (OK | {"prompt": ["a", 1]}, 400, "token ids are"), (OK | {"prompt": [["a"]]}, 400, "token ids are"),
-    (b'{"\\ud800": 1}', 400, "surrogates not allowed"), (OK | {"prompt": "\ud800"}, 400, "surrogates not allowed"),
-    (OK | {"prompt": [1.5]}, 400, "token ids are"), (OK | {"prompt": [True]}, 400, "token ids are"),
-    (OK | {"prompt": [1024]}, 400, "from 0 to 1023"), (OK | {"prompt": []}, 400, "has 0 tokens"),
-    (OK | {"prompt": [5] * 256}, 400, "has 256 tokens but must have from 1 to 255"),
-    (OK | {"max_tokens": 0}, 400, "max_tokens is 0"), (OK | {"max_tokens": "3"}, 400, "max_tokens is '3'"),
-    (OK | {"temperature": -1}, 400, "temperature is -1"), (OK | {"temperature": True}, 400, "temperature is True"),
-    (OK | {"top_p": 7}, 400, "top_p is 7"), (OK | {"seed": 2**64}, 400, "seed is 18446744073709551616 but"),
-    (OK | {"top_k": -2}, 400, "top_k is -2"), (OK | {"skip_special_tokens": False}, 400, "is not implemented"),
-    (OK | {"repetition_penalty": 0}, 400, "repetition_penalty is 0"), (CHAT | {"logprobs": 0}, 400, "wrong type"),
-    (OK | {"min_p": 1.5}, 400, "min_p is 1.5"), (OK | {"min_tokens": 3}, 400, "min_tokens is 3 but must be from 0 to"),
-    (OK | {"ignore_eos": 1}, 400, "ignore_eos is 1"), (OK | {"stop_token_ids": [1024]}, 400, "stop_token_ids must be"),
-    (OK | {"stop_token_ids": "a"}, 400, "of a wrong type"), (OK | {"presence_penalty": 1}, 400, "is not implemented"),
-    (OK | {"stop": [""]}, 400, "stop must"),
-    (OK | {"stop": ["a"] * 17}, 400, "stop must"), (OK | {"stop": [3]}, 400, "stop must"),
-    (OK | {"logprobs": 99}, 400, "logprobs are of 0 to 20"), (OK | {"echo": 1}, 400, "echo is 1"),
-    (OK | {"n": 2}, 400, "n is 2, which is not implemented"), (OK | {"top_a": 1}, 400, "top_a is 1, which is not"),
-    (OK | {"messages": [1]}, 400, "messages is [1], which is not"), (OK | {"model": "gpt-5"}, 404, "this is 'demo'"),
-    (OK | {"prompt": "x" * 2**22}, 413, "more than 4194304 bytes"),
-    (OK | {"prompt": ["a", "b"], "stream": True}, 400, "a stream takes one prompt"),
-    (CHAT | {"messages": []}, 400, "messages must be"), (CHAT | {"messages": [3]}, 400, "messages[0] is 3, but must"),
-    (CHAT | {"messages": [{"role": "user"}, {"content": "x"}]}, 400, "messages[1] has the role None, which must be a"),
-    (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url'}], which must be a"),
-    (CHAT | {"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, 400, "has 'tool_call_id', which"),
-    (CHAT | {"logprobs": 1}, 400, "wrong type"), (CHAT | {"tools": [{"type": "function"}]}, 400, "tools is"),
+REFUSED = [  # a body, or what it has besides OK; words of the message
+    (b"{", "is not JSON"), (b'{"prompt": NaN}', "is not JSON"), (b"[" * 99999, "is not JSON"),
+    (b"\xff\xfe", "is not JSON"), (b"[1]", "is not a JSON object"), (b"", "is not JSON"), (b"{}", "has 0 tokens"),
+    ({"prompt": ["a"] * 44}, "44 prompts but at most 43"), ({"prompt": ["a", 1]}, "token ids are"),
+    ({"prompt": [["a"]]}, "token ids are"), (b'{"\\ud800": 1}', "surrogates not allowed"),
+    ({"prompt": "\ud800"}, "surrogates not allowed"), ({"prompt": [1.5]}, "token ids are"),
+    ({"prompt": [True]}, "token ids are"), ({"prompt": [1024]}, "from 0 to 1023"), ({"prompt": []}, "has 0 tokens"),
+    ({"prompt": [5] * 256}, "has 256 tokens but must have from 1 to 255"), ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"max_tokens": "3"}, "max_tokens is '3'"), ({"temperature": -1}, "temperature is -1"),
+    ({"temperature": True}, "temperature is True"), ({"top_p": 7}, "top_p is 7"),
+    ({"seed": 2**64}, "seed is 18446744073709551616 but"), ({"top_k": -2}, "top_k is -2"),
+    ({"skip_special_tokens": False}, "is not implemented"), ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+    ({"min_p": 1.5}, "min_p is 1.5"), ({"min_tokens": 3}, "min_tokens is 3 but must be from 0 to"),
+    ({"ignore_eos": 1}, "ignore_eos is 1"), ({"stop_token_ids": [1024]}, "stop_token_ids must be"),
+    ({"stop_token_ids": "a"}, "of a wrong type"), ({"presence_penalty": 1}, "is not implemented"),
+    ({"stop": [""]}, "stop must"), ({"stop": ["a"] * 17}, "stop must"), ({"stop": [3]}, "stop must"),
+    ({"logprobs": 99}, "logprobs are of 0 to 20"), ({"echo": 1}, "echo is 1"),
+    ({"n": 2}, "n is 2, which is not implemented"), ({"top_a": 1}, "top_a is 1, which is not"),
+    ({"messages": [1]}, "messages is [1], which is not"), ({"model": "gpt-5"}, "this is 'demo'"),
+    ({"prompt": "x" * 2**22}, "more than 4194304 bytes"),
+    ({"prompt": ["a", "b"], "stream": True}, "a stream takes one prompt"),
 ]  # fmt: skip
+REFUSED_CHATS = [  # what a body has besides CHAT; words of the message
+    ({"logprobs": 0}, "wrong type"), ({"messages": []}, "messages must be"),
+    ({"messages": [3]}, "messages[0] is 3, but must"),
+    ({"messages": [{"role": "user"}, {"content": "x"}]}, "messages[1] has the role None, which must be a"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url'}], which must be a"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, "has 'tool_call_id', which"),
+    ({"logprobs": 1}, "wrong type"), ({"tools": [{"type": "function"}]}, "tools is"),
+]  # fmt: skip
+STATUSES = {"this is 'demo'": 404, "more than 4194304 bytes": 413}  # the others' is 400
 
 
-@pytest.mark.parametrize("body, status, words", REFUSED, ids=str)
-def test_bad_requests_are_error_objects(server, body, status, words):
-    chat = not isinstance(body, bytes) and "messages" in body and "prompt" not in body
-    response = server.send(f"/v1/{'chat/' if chat else ''}completions", body)
+@pytest.mark.parametrize("path, body, words", [
+    *(("completions", more if isinstance(more, bytes) else OK | more, words) for more, words in REFUSED),
+    *(("chat/completions", CHAT | more, words) for more, words in REFUSED_CHATS),
+], ids=str)  # fmt: skip
+def test_bad_requests_are_error_objects(server, path, body, words):
+    response = server.send(f"/v1/{path}", body)
     error = json.loads(response.read())["error"]
-    assert response.status == status and words in error["message"] and error["type"] == "invalid_request_error"
+    assert response.status == STATUSES.get(words, 400) and words in error["message"]
+    assert error["type"] == "invalid_request_error"
 
 
 def test_what_asks_for_nothing_passes(server):
@@ -606,17 +596,13 @@ def test_a_client_that_has_gone_is_told_from_one_that_only_ended_its_own_directi
         client = socket.create_connection(front.address, timeout=5)
         head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
-        while not front.open:
-            time.sleep(0.01)
+        wait_until(lambda: front.open)
         client.close() if gone else client.shutdown(socket.SHUT_WR)
         return client, [*front.open][0]
 
     with loaded_front(monkeypatch, model) as front:
         waiting("1.1", True)
-        end = time.monotonic() + 3
-        while front.open:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: not front.open, 3)
         for version in "1.1", "1.0":
             client, answer = waiting(version, False)
             time.sleep(1)
@@ -744,18 +730,11 @@ def test_eight_clients_at_once_get_their_answers(server, model, each):
 
 
 def test_a_client_that_goes_frees_its_row_and_others_go_on(server):
-    def until_none(seconds):
-        end = time.monotonic() + seconds
-        while server.requests():
-            assert time.monotonic() < end
-            time.sleep(0.02)
-
     body, connection = OK | {"max_tokens": 250, "temperature": 0}, http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/v1/completions", json.dumps(body))
-    while not server.requests():
-        time.sleep(0.01)
+    wait_until(server.requests)
     connection.close()  # before it is answered, which would take seconds
-    until_none(6)  # while it might have ended its own direction alone
+    wait_until(lambda: not server.requests(), 6)  # while it might have ended its own direction alone
     streams = [server.send("/v1/completions", body | {"stream": True}) for _ in range(3)]  # as many as rows
     for stream in streams:
         stream.readline()
@@ -763,17 +742,14 @@ def test_a_client_that_goes_frees_its_row_and_others_go_on(server):
         stream.close_all()
     assert len(server.text("The dog", max_tokens=8)) > 8
     assert "[DONE]" in streams[2].read().decode()
-    until_none(60)
+    wait_until(lambda: not server.requests())
 
 
 def test_keys_queues_and_the_end():
     with Server("--rows", 1, "--queue", 1, "--api-key", "caf\u00e9", "--log") as server:
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (60, 60))
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(80)]
-        end = time.monotonic() + 20
-        while "see ulimit" not in server.said:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: "see ulimit" in server.said, 20)
         for connection in idle:
             connection.close()
         time.sleep(0.2)
@@ -786,8 +762,7 @@ def test_keys_queues_and_the_end():
         running = send("/v1/completions", body, **key)
         waits = http.client.HTTPConnection("127.0.0.1", server.port)
         waits.request("POST", "/v1/completions", json.dumps(OK), key)
-        while server.requests() < 2:
-            time.sleep(0.01)
+        wait_until(lambda: server.requests() == 2)
         full = send("/v1/completions", OK, **key)
         assert full.status == 429 and "2 requests run or wait" in full.read().decode()
         server.process.terminate()
@@ -850,8 +825,7 @@ def test_the_official_client(server):
         client.chat.completions.create(**ask | {"model": "other"})
     with client.chat.completions.create(**ask, stream=True) as stream:
         next(stream)
-    while server.requests():
-        time.sleep(0.02)
+    wait_until(lambda: not server.requests())
 
 
 @slow
