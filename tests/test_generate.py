@@ -397,6 +397,17 @@ def test_many_ids_are_drawn_as_often_as_they_are_likely(settings):
         assert p_value([(counts.tolist(), naive(logits.double(), *settings))]) > 1e-4
 
 
+def own_logits(world, logits, kernel):
+    """(A rank's collectives, its part of these logits), with or without the kernel that stands in for sample."""
+    registry.stop_using()
+    if kernel:
+        registry.use([fast_sampling.KERNEL])
+    assert fast_sampling.is_in_use() == kernel
+    config = dataclasses.replace(BASE, vocab_size=logits.shape[-1])
+    comm = SingleDevice() if world.alone else tp.TensorParallel(config, world.shares, world.group)
+    return comm, logits[..., slice(*tp.vocab_range(logits.shape[-1], world.rank, world.shares))]
+
+
 def samplers_of(n):
     """Samplers of all kinds, each with settings and a seed of its own."""
     return [Sampler(*way[:3], i, "cpu", *way[3:]) for i, way in zip(range(n), itertools.cycle(WAYS))]  # noqa: B905
@@ -404,14 +415,9 @@ def samplers_of(n):
 
 def sampled_together(world, logits, kernel=True):
     """What Samplers choose together in some steps, given this rank's part of the logits; how often they gathered."""
-    registry.stop_using()
-    if kernel:
-        registry.use([fast_sampling.KERNEL])
-    config = dataclasses.replace(BASE, vocab_size=logits.shape[-1])
-    comm = SingleDevice() if world.alone else tp.TensorParallel(config, world.shares, world.group)
+    comm, parts = own_logits(world, logits, kernel)
     samplers, gathers, gather = samplers_of(logits.shape[1]), [], comm.all_gather
     comm.all_gather = lambda x: gathers.append(x) or gather(x)
-    parts = logits[..., slice(*tp.vocab_range(logits.shape[-1], world.rank, world.shares))]
     return [sample_rows(samplers, part, comm).tolist() for part in parts], len(gathers)
 
 
@@ -439,13 +445,7 @@ def test_rows_that_are_sampled_together_gather_once():
 
 def chosen(world, logits, gathers=True, kernel=True):
     """What each way of WAYS chooses, given this rank's part of the logits, by the kernel or by sample as written."""
-    registry.stop_using()
-    if kernel:
-        registry.use([fast_sampling.KERNEL])
-    assert fast_sampling.is_in_use() == kernel
-    config = dataclasses.replace(BASE, vocab_size=logits.shape[1])
-    comm = SingleDevice() if world.alone else tp.TensorParallel(config, world.shares, world.group)
-    part = logits[:, slice(*tp.vocab_range(logits.shape[1], world.rank, world.shares))]
+    comm, part = own_logits(world, logits, kernel)
     assert torch.equal(comm.gather_logits(part), logits) or logits.isnan().any()
     if not gathers:
         comm.gather_logits = None
@@ -548,14 +548,13 @@ def test_a_prompt_that_names_a_file_is_a_text_and_one_line_says_how_to_read_the_
 def test_a_long_prompt_leaves_its_neighbours_their_own_end(tiny, out):
     """Of a context of 64 tokens, each row ends at --max-new-tokens or at 64, as it does alone."""
     prompts, flags = ["ids:5", f"ids:{','.join(['5', '9'] * 31)}"], ["--temperature", "0", "--max-new-tokens", "40"]
-    both, _, said = generate_json(tiny, *flags, "--prompt", prompts[0], "--prompt", prompts[1], out=out)
+    flags_of_both = [*flags, "--prompt", prompts[0], "--prompt", prompts[1]]
+    both, _, said = generate_json(tiny, *flags_of_both, out=out)
     assert "--max-new-tokens 40: the context of 64 has room for 2 after a prompt of 62 tokens\n" in said
     alone = [generate_json(tiny, *flags, "--prompt", prompt, out=out) for prompt in prompts]
     assert [result["tokens"][0] for result, *_ in alone] == both["tokens"]
     assert [*map(len, both["tokens"])] == [40, 2] and "--max-new-tokens 40" not in alone[0][2]
-    drafted, *_ = generate_json(
-        tiny, *flags, "--prompt", prompts[0], "--prompt", prompts[1], "--draft", "ngram", out=out
-    )
+    drafted, *_ = generate_json(tiny, *flags_of_both, "--draft", "ngram", out=out)
     assert drafted["tokens"] == both["tokens"]
 
 

@@ -87,13 +87,14 @@ def check_heads(rows, heads, G, H):
 @pytest.mark.parametrize("columns, wiring, shares, unit", [
     (7168 + 128, "ladder", (1,) * 7, 128), (7168 - 128, "ladder", (1,) * 7, 32), (22016 + 64, "ladder", (1, 1), 32),
     (8192, "ladder", (5, 1), 128), (8192, "ladder", (9, 1, 9), 32), (8192, "spd", (1,) * 7, 32),
+    (160, "ladder", (1,) * 3, 32), (160, "ladder", (1,) * 5, 32), (160, "ladder", (1,) * 8, 16),  # halves of groups
 ])  # fmt: skip
 def test_int4_is_cut_at_multiples_of_128_columns_where_shares_stay_about_even(columns, wiring, shares, unit):
     """The kernel on a GPU wants that; where lanes are part of the function, which neuron is whose may not change."""
     changes = {"dim": 128, "n_heads": 40, "n_kv_heads": 20, "intermediate_size": columns, "wiring": wiring}
     config = change(BASE, **changes, quant="int4", group_size=32)
     cuts = [stop for rank in range(len(shares)) for _, stop in tp.shard_plan(config, rank, shares)["w2"][1]]
-    assert cuts[-1] == columns and math.gcd(*cuts, 128) == unit
+    assert cuts[-1] == columns and math.gcd(*cuts, 128) == unit and cuts == sorted({*cuts})
 
 
 @pytest.mark.parametrize("shares, changes, words", [

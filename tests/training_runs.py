@@ -1,11 +1,13 @@
 """Runs of adapt.py: on a rank, interrupted and resumed, and compared by their logs and weights."""
 
 import pytest
+import torch
 from cases import refused
 from file_edits import read_lines
+from helpers import seeded
 from running import run_main
 
-from extras.training import adapt, sharding
+from extras.training import adapt, data, sharding
 from ladder.checkpoints import checkpoint
 from ladder.ranks import launch
 from ladder.text.tokenizer import SplittingTokenizer
@@ -22,6 +24,19 @@ class Letters(SplittingTokenizer):
 
     def encode_text(self, text, first):
         return [ord(c) for c in text]
+
+
+def random_batch():
+    """A data.Batch of two rows, of whose tokens some do not count."""
+    generator = seeded(0)
+    tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
+    counts = torch.rand(2, 9, generator=generator) < 0.6
+    return data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None)
+
+
+def plain_batch():
+    """A data.Batch of two rows of tokens without targets."""
+    return data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None)
 
 
 def trainee_like(model):

@@ -10,6 +10,7 @@ import functools
 import pytest
 import torch
 from configs import BASE
+from decoding_runs import second_best
 from helpers import random_model, shard
 from running import main_on_ranks, run_ranks
 
@@ -26,10 +27,6 @@ PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9], [3, 4, 3, 4, 3]]  # of unequal lengths, o
 NEW = 10
 CONFIG = dataclasses.replace(BASE, eos_ids=())
 SETTINGS = (0,), (0.8,), (1.3, 50, 0.9)  # temperature, top_k, top_p
-
-
-def second_best(logits, comm, sampler):
-    return comm.gather_logits(logits).topk(2).indices[:, 1]
 
 
 def second_best_tokens(net, ids, count):

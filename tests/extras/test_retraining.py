@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from cases import refused
 from configs import BASE, GEMMA, change
 from file_edits import read_json, write_lines
-from helpers import greedy_tokens, p_value, random_model, seeded, write_model
+from helpers import greedy_tokens, p_value, random_model, write_model
 from running import run_main, run_ranks
-from training_runs import Letters, check_resumption, check_same_run, train_on_rank, trainee_like
+from training_runs import Letters, check_resumption, check_same_run, random_batch, train_on_rank, trainee_like
 
 from extras.training import adapt, answers, choose, curves, data, own_text, partials
 from ladder.checkpoints import checkpoint, writing
@@ -91,10 +91,7 @@ def batch_and_models(train):
     student = adapt.Trainee(config).double()
     student.load_state_dict(teacher.state_dict())
     adapt.freeze(student, SIX, train)
-    generator = seeded(0)
-    tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
-    counts = torch.rand(2, 9, generator=generator) < 0.6
-    return data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None), student, teacher
+    return random_batch(), student, teacher
 
 
 def test_what_lies_below_is_shared_and_gradients_above_are_those_of_the_whole():

@@ -13,9 +13,18 @@ import torch.distributed as dist
 from cases import refused
 from configs import BASE, change
 from file_edits import write_json
-from helpers import StateWeights, random_model, seeded, shard, train_tokenizer, write_model
+from helpers import StateWeights, random_model, shard, train_tokenizer, write_model
 from running import check_kills, run_main, run_ranks
-from training_runs import Letters, check_resumption, check_same_run, read_losses, train_on_rank, trainee_like
+from training_runs import (
+    Letters,
+    check_resumption,
+    check_same_run,
+    plain_batch,
+    random_batch,
+    read_losses,
+    train_on_rank,
+    trainee_like,
+)
 
 import eval as evaluate
 import quantize
@@ -129,17 +138,14 @@ def test_the_loss_is_the_naive_one(monkeypatch):
     monkeypatch.setattr(adapt, "LOSS_TOKENS", 4)
     student = random_model(change(BASE, wiring="ladder:2"), 1).double()
     teacher = random_model(BASE, 2).double()
-    generator = seeded(0)
-    tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
-    counts = torch.rand(2, 9, generator=generator) < 0.6
-    batch = data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None)
+    batch = random_batch()
     loss, nats = adapt.losses(trainee_like(student), batch, trainee_like(teacher), text_weight=0.3)
     plain, _ = adapt.losses(trainee_like(student), batch)
     with torch.no_grad():
-        q, p = (net(tokens).log_softmax(-1) for net in (student, teacher))
+        q, p = (net(batch.tokens).log_softmax(-1) for net in (student, teacher))
     expected = cross = 0.0
-    for b, s in counts.nonzero().tolist():
-        ce = -q[b, s, targets[b, s]].item()
+    for b, s in batch.counts.nonzero().tolist():
+        ce = -q[b, s, batch.targets[b, s]].item()
         expected += (p[b, s].exp() * (p[b, s] - q[b, s])).sum().item() + 0.3 * ce
         cross += ce
     assert loss.item() == pytest.approx(expected, rel=1e-5)
@@ -155,7 +161,7 @@ def run_each(world, configs, dtype):
     for config in configs:
         model = adapt.build(config, StateWeights(random_model(config).state_dict()), world, args)
         with torch.no_grad():
-            xs.append(model(data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None)))
+            xs.append(model(plain_batch()))
         model.reshard()
     return xs
 
@@ -196,7 +202,7 @@ def test_recompute_keeps_only_the_inputs_of_attentions_and_mlps(fake_world):
     args, kept = adapt.parse([*NO_FILES, "--recompute"]), set()
     model = adapt.build(change(BASE, **SHARED), None, fake_world(0, 1), args)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.add(tensor.shape[-1]), lambda _: None):
-        model(data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None))
+        model(plain_batch())
     assert BASE.dim in kept and not {5, 36, 28, 100, 96, 80} & kept  # experts, neurons, heads with their keys
 
 

@@ -266,19 +266,23 @@ LINEAR_EDITS = {
 }  # fmt: skip
 
 
+def edit_linears(edit, name):
+    """Return a function that edits such a linear of both layers."""
+    return lambda net: [LINEAR_EDITS[edit](parent(net, name, layer), name) for layer in (0, 1)]
+
+
 @pytest.mark.parametrize("edit", LINEAR_EDITS)
 @pytest.mark.parametrize("quant", QUANTS)
 def test_an_edit_of_a_linear_takes_effect(edit, quant):
     for name in WIDTHS:
-        net = load(quant)
-        check(net, lambda net, name=name: [LINEAR_EDITS[edit](parent(net, name, layer), name) for layer in (0, 1)])
+        check(load(quant), edit_linears(edit, name))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8])
 @pytest.mark.parametrize("quant", ["bfloat16", "int8", "int8 in groups", "int4"])
 def test_edits_take_effect_in_any_number_of_rows(quant, rows):
     for edit, name in ("a hook", "w2"), ("a LoRA", "wqkv"), ("a bias", "w2"):
-        check(load(quant), lambda net, e=edit, n=name: [LINEAR_EDITS[e](parent(net, n, i), n) for i in (0, 1)], rows)
+        check(load(quant), edit_linears(edit, name), rows)
 
 
 def replace_norm(net):
@@ -499,8 +503,7 @@ def test_a_replaced_wait_is_traced_into_compiled_code():
     slow_case("a LoRA", "wqkv"), ("a new weight", "w1"),
 ])  # fmt: skip
 def test_edits_take_effect_in_compiled_code(edit, name):
-    net = load()
-    check(net, lambda net: [LINEAR_EDITS[edit](parent(net, name, layer), name) for layer in (0, 1)], compile=True)
+    check(load(), edit_linears(edit, name), compile=True)
 
 
 @pytest.mark.slow

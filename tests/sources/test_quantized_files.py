@@ -169,14 +169,6 @@ def check_integers(folder, theirs, integers):
             assert error.max() < 2**bits * 2**-10 and error.square().mean() < (0.004 if bits == 4 else 0.03) ** 2
 
 
-def test_two_ranks_compute_what_one_does(tmp_path):
-    make, settings, _ = FORMATS["pack-quantized, asymmetric"]
-    write_quantized(tmp_path / "hf", model(), make, settings)
-    convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
-    (whole,), shards = (run_ranks(n, folder_logits, tmp_path / "ours") for n in (1, 2))
-    assert whole.std() > 0.1 and all((shard - whole).abs().max() < 1e-4 for shard in shards)
-
-
 def test_larger_groups_become_several_of_the_smallest(tmp_path):
     def make(w, seed):
         return pack_quantized(w, seed, False, size=(128, 64, 32)[seed % 3])
