@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from cases import refused
 from configs import BASE
 from file_edits import read_lines
@@ -22,15 +23,11 @@ from ladder.text.tokenizer import load_tokenizer
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
 
 
-def log_softmax(x):
-    return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
-
-
 def naive(net, ids, size, stride):
     """(log p over the vocabulary (n, V), tokens (n,)) of all tokens of ids but the first, a window at a time."""
     reference, rows, tokens = Reference(net.config, net.state_dict()), [], []
     for start, stop, first in scoring.windows(len(ids), size, stride):
-        logits = log_softmax(reference.logits(ids[start:stop]))
+        logits = torch.from_numpy(reference.logits(ids[start:stop])).log_softmax(-1).numpy()
         rows += [logits[i - 1 - start] for i in range(first, stop)]
         tokens += ids[first:stop]
     return np.stack(rows), np.array(tokens)

@@ -11,8 +11,10 @@ from configs import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, change, wired_id
 from helpers import random_model, seeded
 from parity import check_against_the_reference
 
+from ladder.architectures.heads import Heads
+from ladder.architectures.mixture import Mixture
 from ladder.checkpoints import checkpoint, writing
-from ladder.checkpoints.sizes import SIZES
+from ladder.checkpoints.sizes import SIZES, named_size
 from ladder.errors import FieldError
 from ladder.layers.attention_inputs import rope_frequencies
 from model import build
@@ -70,8 +72,17 @@ def test_named_sizes_have_the_published_parameter_counts():
         counts[name] = sum(p.numel() for p in build(config).parameters()) / 1e9
     expected = {"1b": 1.236, "3b": 3.213, "8b": 8.030, "34b": 33.744, "70b": 70.554, "405b": 405.853}
     expected |= {"qwen3-4b": 4.022, "gemma3-12b": 11.766, "phi4-mini": 3.836, "ministral3-8b": 8.490, "glm4-9b": 9.400}
+    expected |= {"30b-a3b": 30.532, "mixtral-8x7b": 46.703, "gpt-oss-20b": 20.915, "deepseek-v2-lite": 15.706}
+    expected |= {"instella": 15.863, "glm-4.5-air": 106.852}
+    expected["qwen3.6-27b"] = 26.896  # of 27.78, without the tower and the layer that predicts more tokens
     assert {name: round(counts[name], 3) for name in expected} == expected
     assert 200 < counts["176b"] < 225  # BLOOM's width and depth with a gated MLP
+
+
+def test_fewer_layers_of_a_size_are_its_first_ones():
+    for name in "instella", "deepseek-v2-lite", "glm-4.5-air":
+        assert named_size(f"{name}:2").find(Mixture).dense_layers == (0,)
+    assert named_size("gpt-oss-20b:3").find(Heads).window_layers == (0, 2)
 
 
 CONFIGS = [  # changes and the line

@@ -212,7 +212,8 @@ def test_pytorchs_kernel_for_a_scale_per_row_stands_back():
     assert quant_linear.multiply_int8(rows, randn_bf16(3, 64)) is not None
 
 
-def test_random_weights_of_a_size_have_the_deviation_of_its_floats():
-    config = dataclasses.replace(BASE, head_dim=16, dim=64, intermediate_size=96, quant="int8", group_size=32)
+@pytest.mark.parametrize("quant, group_size", [("int8", 32), ("fp8", None)])
+def test_random_weights_of_a_size_have_the_deviation_of_its_floats(quant, group_size):
+    config = dataclasses.replace(INT4, quant=quant, group_size=group_size)
     net = generate.load_model(config, None, "float32", ALONE)
-    assert net.layers[0].feed_forward.w1.rows(slice(None)).std() == pytest.approx(0.02, rel=0.05)
+    assert net.layers[0].feed_forward.w1.rows(slice(None)).float().std() == pytest.approx(0.02, rel=0.05)
