@@ -134,6 +134,11 @@ def convert(source, out, *args):
     return tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")
 
 
+def convert_hf(folder, name, *args):
+    """Convert folder/hf to folder/name."""
+    return convert(folder / "hf", folder / name, *args)
+
+
 TOKENS = torch.randint(3, 131, (3, 20), generator=seeded(5))
 LENGTHS = torch.tensor([20, 17, 12])
 
@@ -179,7 +184,7 @@ def as_on_the_hub(folder):
 def check_family(theirs, folder, greedy=True):
     """Save a model of transformers as folder/hf, convert that to folder/ours, and compare; returns our model."""
     theirs.save_pretrained(folder / "hf")
-    ours = convert(folder / "hf", folder / "ours")
+    ours = convert_hf(folder, "ours")
     check_parity(ours, theirs)
     if greedy:
         check_greedy(ours, theirs)

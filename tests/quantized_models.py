@@ -65,21 +65,24 @@ def _quantized_state(config):
     return state
 
 
+def in_float64(weight, scales, zeros=None):
+    """What integers stand for, written independently: number by number of the definition."""
+    if weight.dtype == torch.uint8:  # the even column in the lower half
+        weight = torch.stack([weight[..., k // 2] >> 4 * (k % 2) & 15 for k in range(2 * weight.shape[-1])], -1)
+    group = [k * scales.shape[-1] // weight.shape[-1] for k in range(weight.shape[-1])]
+    w = weight.double() * scales.double()[..., group]
+    return w if zeros is None else w + zeros.double()[..., group]
+
+
 def dequantized_state(state):
-    """What quantized tensors stand for in float64, written independently: number by number of the definition."""
+    """What quantized tensors stand for in float64."""
     result = {}
     for name, tensor in state.items():
         path, _, last = name.rpartition(".")
         if last == "bias" or f"{path}.scales" not in state:
             result[name] = tensor.double()
-        if last != "weight" or f"{path}.scales" not in state:
-            continue
-        q, scales, zeros = tensor, state[f"{path}.scales"], state.get(f"{path}.zeros")
-        if q.dtype == torch.uint8:  # the even column in the lower half
-            q = torch.stack([q[..., k // 2] >> 4 * (k % 2) & 15 for k in range(2 * q.shape[-1])], -1)
-        group = [k * scales.shape[-1] // q.shape[-1] for k in range(q.shape[-1])]
-        w = q.double() * scales.double()[..., group]
-        result[name] = w if zeros is None else w + zeros.double()[..., group]
+        elif last == "weight":
+            result[name] = in_float64(tensor, state[f"{path}.scales"], state.get(f"{path}.zeros"))
     return result
 
 

@@ -6,21 +6,17 @@ LADDER_TEST_GPU=cpu python -m pytest tests/test_gpu.py  # the same on a CPU, to 
 
 # The order matters: `make gpu` has 150 s, of which a cold compiler takes most, so the telling tests come first.
 import json
-import os
 import signal
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from configs import WIRED, change, wired_id
 from file_edits import read_lines
-from gpu import CONFIG, DEVICE, NEEDS_A_GPU, ON_CPU
+from gpu import CONFIG, DEVICE, NEEDS_A_GPU, ON_CPU, chat_of_two_turns, end_a_rank
 from helpers import check_split_attention, last_logits, randn, random_model, unequal_rows
 from reference import MixtureReference
-from running import command, script
+from running import script
 
 from ladder.checkpoints.sizes import RandomWeights
 from ladder.kernels import quant_kernels, quant_linear, registry
@@ -164,24 +160,14 @@ def test_fp8_multiplies_as_it_does_on_a_cpu(rows, compile):
 
 @two_gpus
 def test_a_rank_that_is_killed_in_a_replay_takes_all_others_and_their_memory_with_it():
-    flags = ["--checkpoint", "demo", "--compile", "--prompt", "Once upon a time", "--max-new-tokens", "400"]
-    free, pipes = torch.cuda.mem_get_info(1)[0], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
-    with subprocess.Popen(command("generate.py", *flags, ranks=2), env=environment, **pipes) as torchrun:
-        assert len(torchrun.stdout.read(30)) == 30  # it decodes
-        children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)
-        start = time.monotonic()
-        assert "has died in decode step" in torchrun.communicate()[1]
-    assert time.monotonic() - start < 5 and torch.cuda.mem_get_info(1)[0] > free - 2**28
+    free = torch.cuda.mem_get_info(1)[0]
+    said, seconds = end_a_rank(signal.SIGKILL, "--compile", CUDA_VISIBLE_DEVICES="0,1")
+    assert "has died in decode step" in said and seconds < 5 and torch.cuda.mem_get_info(1)[0] > free - 2**28
 
 
 @two_gpus
 def test_a_second_turn_of_a_chat_compiles_for_its_prompt():
-    flags = ["--checkpoint", "demo", "--chat", "--compile", "all", "--max-new-tokens", "4"]
-    lines = "Once upon a time\nthere was a longer line about a dog and a cat\n"
-    done = script("generate.py", *flags, ranks=2, stdin=lines, CUDA_VISIBLE_DEVICES="0,1", LADDER_TIMEOUT="5")
-    assert done.returncode == 0, done.stderr
+    chat_of_two_turns("--compile", "all", CUDA_VISIBLE_DEVICES="0,1", LADDER_TIMEOUT="5")
 
 
 @COMPILED

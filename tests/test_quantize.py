@@ -34,6 +34,7 @@ from quantized_models import (
     UNQUANTIZED,
     check_quantized_model,
     exact_weights,
+    in_float64,
     quantized_state,
 )
 from running import main_on_ranks, run_main, run_ranks
@@ -62,14 +63,6 @@ def in_groups(w, size):
     return w.double().unflatten(1, (-1, size))
 
 
-def unpacked(packed, scales, zeros):
-    """What integers stand for, in float64."""
-    q = torch.stack((packed % 16, packed // 16), -1).flatten(1)
-    return (
-        in_groups(q, q.shape[1] // scales.shape[1]) * scales.double()[..., None] + zeros.double()[..., None]
-    ).flatten(1)
-
-
 @pytest.mark.parametrize("size, dtype, digits", [(32, torch.bfloat16, 6), (128, torch.float16, 2)])
 def test_the_fit_of_int4_is_better_than_16_steps_over_the_range(size, dtype, digits):
     w = randn(50, 256) * torch.logspace(-digits, digits, 50)[:, None] + 3
@@ -77,15 +70,15 @@ def test_the_fit_of_int4_is_better_than_16_steps_over_the_range(size, dtype, dig
     packed, scales, zeros = rounding.to_int4(w, size, dtype)
     assert packed.shape == (50, 128) and scales.shape == zeros.shape == (50, 256 // size)
     assert scales.dtype == zeros.dtype == dtype
-    errors = in_groups(unpacked(packed, scales, zeros) - w, size).square().sum(-1)
+    errors = in_groups(in_float64(packed, scales, zeros) - w, size).square().sum(-1)
     low, high = (f(in_groups(w, size), -1, keepdim=True) for f in (torch.amin, torch.amax))
     step, low = ((high - low) / 15).to(dtype).double(), low.to(dtype).double()
     steps = ((in_groups(w, size) - low) / step.where(step > 0, 1.0)).round().clamp(0, 15) * step + low
     nearest = (steps - in_groups(w, size)).square().sum(-1)
     assert (errors[3] == 0).all() and (errors <= nearest * 1.001).all() and errors.sum() < 0.97 * nearest.sum()
     important = torch.ones(256).index_fill(0, torch.arange(0, 256, 16), 100.0)
-    other = (unpacked(*rounding.to_int4(w, size, dtype, important)) - w).square()[:, ::16].sum()
-    assert other < 0.7 * (unpacked(packed, scales, zeros) - w).square()[:, ::16].sum()
+    other = (in_float64(*rounding.to_int4(w, size, dtype, important)) - w).square()[:, ::16].sum()
+    assert other < 0.7 * (in_float64(packed, scales, zeros) - w).square()[:, ::16].sum()
 
 
 def test_errors_make_up_for_one_another():
@@ -109,9 +102,9 @@ def test_errors_make_up_for_one_another():
         s, z = scales.double()[:, k // size], zeros.double()[:, k // size]
         expected[:, k] = ((now - z) / s).round().clamp(0, 15) * s + z
         lack[:, k] = w.double()[:, k] - expected[:, k]
-    ours = unpacked(packed, scales, zeros)
+    ours = in_float64(packed, scales, zeros)
     assert (ours == expected).double().mean() > 0.98  # all but ties of float32
-    errors = [((each - w) @ x.double().T).square().sum() for each in (ours, expected, unpacked(*fitted))]
+    errors = [((each - w) @ x.double().T).square().sum() for each in (ours, expected, in_float64(*fitted))]
     assert errors[0] < 1.01 * errors[1] < 0.5 * errors[2]
 
 

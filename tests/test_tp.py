@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cases import refused, slow_case
-from configs import BASE, BIASED, FAMILIES, ONE_EACH, WIRED, change
+from configs import BASE, BIASED, FAMILIES, MANY, ONE_EACH, UNEQUAL_SHARES, WIRED, change
 from helpers import (
     StateWeights,
     counted_kernels,
@@ -39,8 +39,6 @@ SHAPES = [  # at tp 2, 3, 4: even and uneven splits, replicated KV heads, odd si
 CASES = [{**WIRED[1], **shape} for shape in SHAPES] + [{**changes, **UNEVEN, **BIASED} for changes in WIRED]
 OTHERS = [{**family, "wiring": wiring} for family in FAMILIES for wiring in ("standard", "ladder")]
 CASES += [{**shape, **changes} for shape in ({}, UNEVEN) for changes in OTHERS]
-UNEQUAL_SHARES = [(3, 1), (5, 2, 1), (1, 4, 2, 2)]
-MANY = {"n_heads": 16, "n_kv_heads": 8, "intermediate_size": 101, "vocab_size": 130}
 ONE_KV_HEAD = {**BIASED, "n_heads": 8, "n_kv_heads": 1, "vocab_size": 130}
 
 

@@ -16,7 +16,7 @@ from decoding_runs import bench_flags, cell_texts
 from file_edits import change_tensors, edit_config
 from gpu import OnAGpu
 from helpers import ALONE, random_model, rank_logits, seeded, shard, unequal_rows, write_model
-from hf_folders import TOKENS, check_family, check_parity, convert, hf_model
+from hf_folders import TOKENS, check_family, check_parity, convert_hf, hf_model
 from parity import check_against_the_reference
 from quantized_models import check_quantized_twin
 from reference import MixtureReference
@@ -364,7 +364,7 @@ def test_fused_experts_are_read_as_separate_ones(tmp_path):
     state = {name: weight.contiguous() for name, weight in theirs.state_dict().items()}
     assert any("gate_up_proj" in name for name in state)
     save_file(state, tmp_path / "hf/model.safetensors", {"format": "pt"})
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+    check_parity(convert_hf(tmp_path, "ours"), theirs)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3"])
@@ -372,7 +372,7 @@ def test_export_gives_back_the_family(family, tmp_path):
     class_name, changes = FAMILIES[family]
     theirs = hf_model((class_name, changes | {"use_sliding_window": False, "sliding_window": None}))
     theirs.save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "ours")
+    convert_hf(tmp_path, "ours")
     run_main(to_hf, tmp_path / "ours", "--out", tmp_path / "back")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
     assert type(back) is type(theirs)
@@ -408,7 +408,7 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
     hf_model(FAMILIES["qwen3"]).save_pretrained(tmp_path / "hf")
     edit_config(tmp_path / "hf", **changes)
     change_tensors(tmp_path / "hf", {f"model.layers.0.mlp.experts.{name}": value for name, value in tensors.items()})
-    refused(words, convert, tmp_path / "hf", tmp_path / "ours")
+    refused(words, convert_hf, tmp_path, "ours")
 
 
 @pytest.mark.parametrize(

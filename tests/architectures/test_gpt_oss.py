@@ -19,7 +19,7 @@ from helpers import (
     seeded,
     unequal_rows,
 )
-from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
+from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, convert_hf, hf_model
 from parity import SPLITS, check_ranks_against_one_device
 from products import check_rounded
 from quantized_folders import mxfp4, write_quantized
@@ -75,7 +75,7 @@ def test_mxfp4_is_what_its_numbers_say(tmp_path):
         return parts, result.mT, q
 
     write_quantized(tmp_path / "hf", theirs, transposed, {"quant_method": "mxfp4"}, chosen)
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32"), theirs)
+    check_parity(convert_hf(tmp_path, "ours", "--dtype", "float32"), theirs)
     theirs.save_pretrained(tmp_path / "floats")
     convert(tmp_path / "floats", tmp_path / "same")
     same = take_state(tmp_path / "same")

@@ -12,7 +12,7 @@ from configs import ANY_TP, BASE, LINEAR_SETTINGS, change
 from decoding_runs import answer_in_turns, make_runner
 from file_edits import change_tensors, edit_config
 from helpers import greedy_tokens, load_random, randn, random_model, seeded, unequal_rows
-from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
+from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert_hf, hf_model
 from parity import SPLITS, check_few_rows_in_bfloat16, check_ranks_against_one_device
 from quantized_folders import BLOCKS, fp8, write_quantized
 from quantized_models import check_quantized_twin
@@ -126,10 +126,10 @@ def test_e4m3_in_blocks_becomes_rows(family, tmp_path):
         return name.endswith(("_proj.weight", "_with_mqa.weight")) and "experts." not in name
 
     write_quantized(tmp_path / "hf", theirs, make, {**BLOCKS, "weight_block_size": [16, 16]}, chosen)
-    ours = convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
+    ours = convert_hf(tmp_path, "ours", "--dtype", "float32")
     kept = {name.split(".")[-2] for name in checkpoint.Weights(tmp_path / "ours").names() if name.endswith(".scales")}
     assert ours.config.quant == "fp8" and kept >= {"wkv_a", "wo"} | ({"wq_a", "wq_b"} if "v3" in family else {"wq"})
-    check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
+    check_parity(convert_hf(tmp_path, "float", "--to-float", "--dtype", "float32"), theirs)
     x = torch.arange(20)[None] % 60
     with torch.inference_mode():
         exact, rounded = theirs(x).logits, ours(x)
@@ -138,7 +138,7 @@ def test_e4m3_in_blocks_becomes_rows(family, tmp_path):
 
 def test_instella_is_deepseek_with_gates_and_two_streams(tmp_path):
     theirs = instella(tmp_path / "hf")
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    ours = convert_hf(tmp_path, "ours")
     assert ours.config.wiring == "farskip" and ours.config.find(Mixture).dense_layers == (0,)
     check_parity(ours, theirs)
 
@@ -155,7 +155,7 @@ def test_farskip_in_some_layers_or_of_some_sublayers(keys, attentions, mlps, wir
     theirs = instella(tmp_path / "hf")
     theirs.early = attentions, mlps
     edit_config(tmp_path / "hf", **keys)
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    ours = convert_hf(tmp_path, "ours")
     assert ours.config.wiring == wiring
     check_parity(ours, theirs)
 
@@ -164,7 +164,7 @@ def test_a_layer_that_predicts_more_tokens_is_left_out(tmp_path, capsys):
     theirs = hf_model(FAMILIES["deepseek v3"])
     theirs.save_pretrained(tmp_path / "hf")
     change_tensors(tmp_path / "hf", {"model.layers.3.eh_proj.weight": torch.zeros(2)})
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+    check_parity(convert_hf(tmp_path, "ours"), theirs)
     assert "left out: 1 tensors of the layers that predict more tokens" in capsys.readouterr().out
 
 
@@ -205,7 +205,7 @@ def test_bad_folders_are_one_line(values, tensors, words, tmp_path):
     hf_model(("DeepseekV3Config", DEEPSEEK)).save_pretrained(tmp_path / "hf")
     edit_config(tmp_path / "hf", **values)
     change_tensors(tmp_path / "hf", tensors)
-    refused(words, convert, tmp_path / "hf", tmp_path / "ours")
+    refused(words, convert_hf, tmp_path, "ours")
 
 
 @pytest.mark.parametrize("values, words", [

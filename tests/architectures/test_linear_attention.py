@@ -15,7 +15,7 @@ from hf_folders import (
     check_family,
     check_parity,
     config_from_values,
-    convert,
+    convert_hf,
     hf_model,
     multimodal_model,
 )
@@ -107,7 +107,7 @@ def test_the_language_model_beside_a_tower_for_pictures(outer, family, tmp_path,
     theirs = forgetful(multimodal_model(outer, FAMILIES[family][1], vision))
     theirs.save_pretrained(tmp_path / "hf")
     change_tensors(tmp_path / "hf", {"mtp.fc.weight": torch.zeros(2)})
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    ours = convert_hf(tmp_path, "ours")
     said = capsys.readouterr().out
     assert "1 tensors of mtp" in said and re.search(r"\d tensors of visual", said)
     check_parity(ours, theirs)

@@ -253,18 +253,11 @@ def test_copies_of_a_mixture_stand_beside_the_shared_out_model(capsys):
         capsys.readouterr().out,
     )
     config = SIZES["30b-a3b"]
-    alone = (
-        sum(
-            n * work.n_bytes
-            for n, work in zip(
-                (48, 48, 1), advise.decode_work(config, torch.bfloat16, 1, 1, 1024).values(), strict=True
-            )
-        )
-        / 1e12
+    alone, half = (
+        sum(n * work.n_bytes for n, work in zip((48, 48, 1), works.values(), strict=True)) / 1e12
+        for works in (advise.decode_work(config, torch.bfloat16, tp_size, tp_size, 1024) for tp_size in (1, 2))
     )
     assert float(said[1]) == pytest.approx(1e3 * alone, abs=0.01) and float(said[2]) == pytest.approx(2 / alone, abs=1)
-    both = advise.decode_work(config, torch.bfloat16, 2, 2, 1024)
-    half = sum(n * work.n_bytes for n, work in zip((48, 48, 1), both.values(), strict=True)) / 1e12
     standard = float(re.match(r"standard ([\d.]+) ms", said[3])[1])
     assert standard == pytest.approx(1e3 * half + 96 * 41e-3 + 41e-3, rel=0.02)
     assert re.search(r", ladder [\d.]+ ms \(\d+\)$", said[3])

@@ -8,7 +8,18 @@ import torch
 from cases import refused
 from configs import BASE, YARN, change
 from helpers import ROOT, greedy_tokens, random_model, shared_data, write_model
-from hf_folders import FOLDED, HF_FAMILIES, MULTIMODAL, SMALL, TOKENS, check_parity, convert, hf_model, multimodal_model
+from hf_folders import (
+    FOLDED,
+    HF_FAMILIES,
+    MULTIMODAL,
+    SMALL,
+    TOKENS,
+    check_parity,
+    convert,
+    convert_hf,
+    hf_model,
+    multimodal_model,
+)
 from running import run_main, run_python, script
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -121,7 +132,7 @@ REFUSED_FAMILIES = {
 def test_transformers_own_families_come_back(family, tmp_path):
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "hf")
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    ours = convert_hf(tmp_path, "ours")
     if family in REFUSED_FAMILIES:
         refused(
             f"^{REFUSED_FAMILIES[family]} has no Hugging Face form here",
@@ -236,7 +247,7 @@ def test_verify_runs_every_family(family, tmp_path, capsys):
         multimodal_model(*MULTIMODAL[family], tie_word_embeddings=False) if family in MULTIMODAL else hf_model(family)
     )
     theirs.save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "ours")
+    convert_hf(tmp_path, "ours")
     run_main(verify, tmp_path / "hf", tmp_path / "ours")
     assert "verified: it differs from transformers in logits of 64 tokens" in capsys.readouterr().out
 

@@ -133,6 +133,12 @@ def wait_until(happens, seconds=60):
         time.sleep(0.01)
 
 
+@pytest.fixture(scope="module")
+def story(model):
+    """A text that the model ends by itself."""
+    return "Once upon a time" + complete(*model, ["Once upon a time"], 240, temperature=0.5, seed=8)[0]
+
+
 def prompts_of(n, seed):
     r = random.Random(seed)
     return r, [[1, *(r.randrange(3, 131) for _ in range(r.randrange(0, 20)))] for _ in range(n)]
@@ -268,10 +274,9 @@ def test_a_stop_string_may_not_end_in_the_first_min_tokens():
         assert shown == whole[: next(ends, 9 + len(stop)) - len(stop)], (min_tokens, stop)
 
 
-def test_what_load_generators_send(server, model):
-    [story] = complete(*model, ["Once upon a time"], 240, temperature=0.5, seed=8)  # it ends by itself
-    count = len(model[1].encode(f"Once upon a time{story}")) - 5
-    ask = {"prompt": f"Once upon a time{story}", "max_tokens": 9, "temperature": 0}
+def test_what_load_generators_send(server, model, story):
+    count = len(model[1].encode(story)) - 5
+    ask = {"prompt": story, "max_tokens": 9, "temperature": 0}
 
     def choice(**more):
         answer = server.ask(**ask | more)[1]
@@ -347,12 +352,11 @@ def test_logprobs_are_those_of_the_model(prompt, server, model):
         assert max(tops[at].values()) == pytest.approx(float(logp[at - 1].max()), abs=1e-3) and len(tops[at]) >= 3
 
 
-def test_a_harness_may_drop_the_last_entry_also_if_it_is_end_of_sequence(server, model):
-    [story] = complete(*model, ["Once upon a time"], 240, temperature=0.5, seed=8)
+def test_a_harness_may_drop_the_last_entry_also_if_it_is_end_of_sequence(server, story):
     ask = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
-    ended, longer = (server.ask(prompt=f"Once upon a time{story}{more}", **ask)[1] for more in ("", " Then"))
+    ended, longer = (server.ask(prompt=f"{story}{more}", **ask)[1] for more in ("", " Then"))
     own, other = (answer["choices"][0]["logprobs"]["token_logprobs"] for answer in (ended, longer))
-    assert ended["choices"][0]["text"] == f"Once upon a time{story}" and ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["choices"][0]["text"] == story and ended["choices"][0]["finish_reason"] == "stop"
     assert len(own) == ended["usage"]["total_tokens"] and own[1:-1] == pytest.approx(other[1 : len(own) - 1], abs=1e-3)
 
 
@@ -829,7 +833,7 @@ def test_the_official_client(server):
 
 
 @slow
-def test_lm_evals_client_gets_what_its_own_model_answers(tmp_path, model):
+def test_lm_evals_client_gets_what_its_own_model_answers(tmp_path, story):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: requirements-peers.txt has it")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -840,12 +844,11 @@ def test_lm_evals_client_gets_what_its_own_model_answers(tmp_path, model):
     lines = []
     for i in range(12):
         name = ("Tim", "Lily", "Sue", "Ben")[i % 4]
-        story = f"Once upon a time, there was a girl named {name}. " + f"{name} saw the big dog. " * (i % 6)
-        story *= 8 if i % 7 == 6 else 1  # longer than the context
-        lines.append({"story": story, "ends": [" the.", f" {name} went to the park.", f" {name}"], "right": i % 3})
-    [text] = complete(*model, ["Once upon a time"], 240, temperature=0.5, seed=8)  # what follows is end-of-sequence
-    story, _, end = f"Once upon a time{text}".rpartition(" ")
-    lines.append({"story": story, "ends": [f" {end}", end[-1], " park."], "right": 0})
+        told = f"Once upon a time, there was a girl named {name}. " + f"{name} saw the big dog. " * (i % 6)
+        told *= 8 if i % 7 == 6 else 1  # longer than the context
+        lines.append({"story": told, "ends": [" the.", f" {name} went to the park.", f" {name}"], "right": i % 3})
+    begun, _, end = story.rpartition(" ")
+    lines.append({"story": begun, "ends": [f" {end}", end[-1], " park."], "right": 0})
     write_lines(tmp_path / "lines.jsonl", lines)
     tasks = {
         "choices": "output_type: multiple_choice\ndoc_to_choice: ends\ndoc_to_target: right\ntarget_delimiter: ''\n"

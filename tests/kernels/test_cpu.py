@@ -18,7 +18,7 @@ from configs import BASE, change
 from helpers import ALONE, ROOT, counted_kernels, last_logits, randn_bf16, random_model, seeded, unequal_rows
 from parity import reference_logits
 from products import check_feed_forward, check_few_rows_of_integers, check_product, check_rounded
-from quantized_models import INT8, QUANTIZED, check_quantized_model, random_integers
+from quantized_models import INT8, QUANTIZED, check_quantized_model, in_float64, random_integers
 from reference import exact_attention
 from running import run_python
 from safetensors.torch import save_file
@@ -49,11 +49,6 @@ def test_each_head_has_its_own_matrix(N, M, L, K, threads):
     other = randn_bf16(N, K, L)
     check_product(torch.ops.ladder.skinny_gemm_heads_mT(x, other), x, other)
     torch.library.opcheck(torch.ops.ladder.skinny_gemm_heads_mT.default, (x, other))
-
-
-def in_float64(weight, scales, zeros):
-    """The matrix that they stand for."""
-    return quant_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
 
 
 SHAPES = [(1, 1, None), (33, 2731, None), (64, 129, None)]
@@ -95,11 +90,10 @@ def test_packed_weights_are_the_weights_for_many_rows(N, K, size, threads, monke
     skinny_gemm.build()
     monkeypatch.setattr(skinny_gemm, "PANELS_AT_ONCE", 2)
     weight, scales, zeros = random_integers(N, K, size)
-    exact = quant_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
     packed, one = skinny_gemm.pack(weight, scales, zeros), torch.eye(K).bfloat16()
     with torch.inference_mode():  # which the other threads do not inherit
         w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
-    check_rounded(w, exact.double(), 1e-7)
+    check_rounded(w, in_float64(weight, scales, zeros), 1e-7)
     assert torch.get_num_threads() == threads
 
 

@@ -9,6 +9,7 @@ from cases import refused
 from configs import BASE
 from helpers import ALONE, randn_bf16, seeded
 from products import check_feed_forward, check_few_rows_of_integers, check_rounded
+from quantized_models import in_float64
 
 import generate
 from ladder import config_check
@@ -32,12 +33,6 @@ def in_groups(N, K, size, bounds=(-128, 127), has_zeros=True, dtype=torch.float1
     scales = torch.randn(N, K // size, generator=draw) / 100
     zeros = torch.randn(N, K // size, generator=draw) * has_zeros
     return q.to(torch.int8), scales.to(dtype), zeros.to(dtype)
-
-
-def in_float64(q, scales, zeros):
-    """The matrix that they stand for, column by column."""
-    group = torch.arange(q.shape[-1]) // (q.shape[-1] // scales.shape[-1])
-    return q.double() * scales.double()[..., group] + zeros.double()[..., group]
 
 
 def packed(*matrix):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from configs import BASE, OLMO, change
+from configs import BASE, MANY, OLMO, UNEQUAL_SHARES, change
 from helpers import last_logits, seeded, shard, unequal_rows
 from running import RANKS, run_ranks
 
@@ -19,8 +19,6 @@ SIZES = [1, 31, 32, 33, 100, 4097]
 WIDE = [1e-30, 1e-5, 1.0, 1e30]
 SCALES = {torch.bfloat16: WIDE, torch.float16: [1e-5, 1.0, 1000.0], torch.float32: WIDE}
 LAST = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
-MANY = {"n_heads": 16, "n_kv_heads": 8, "intermediate_size": 101, "vocab_size": 130}
-SHARES = [(3, 1), (5, 2, 1), (1, 4, 2, 2)]
 
 
 def run_over_gloo(shares, function, *args):
@@ -144,7 +142,7 @@ def recorded_logits(world, config):
 
 
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])
-@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize("shares", UNEQUAL_SHARES, ids=str)
 def test_each_sum_of_a_run_is_within_the_bound(shares, wiring):
     """Of unequal shares and unequal rows. The logits stay near those of exact sums."""
     config = change(BASE, **MANY, wiring=wiring)

@@ -34,6 +34,7 @@ from hf_folders import (
     check_parity,
     config_from_values,
     convert,
+    convert_hf,
     hf_model,
     multimodal_model,
 )
@@ -59,7 +60,7 @@ def test_the_language_model_beside_a_tower_for_pictures(family, tmp_path, capsys
     theirs = multimodal_model(outer, text, tie_word_embeddings=outer == "Gemma3")
     theirs.save_pretrained(tmp_path / "hf")
     names = [*load_file(tmp_path / "hf" / "model.safetensors")]
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    ours = convert_hf(tmp_path, "ours")
     towers = sum("language_model" not in name and "lm_head" not in name for name in names)
     said = re.findall(r"left out: (\d+) tensors of (\w+), since", capsys.readouterr().out)
     assert sum(int(n) for n, _ in said) == towers and {t for _, t in said} == {"vision_tower", "multi_modal_projector"}
@@ -67,7 +68,7 @@ def test_the_language_model_beside_a_tower_for_pictures(family, tmp_path, capsys
     state = take_state(tmp_path / "hf")  # transformers 4 and 5 name these tensors in other ways
     state = {re.sub(r"^language_model\.(model|lm_head)", older, name): w for name, w in state.items()}
     save_file(state, tmp_path / "hf" / "model.safetensors")
-    check_parity(convert(tmp_path / "hf", tmp_path / "older"), theirs)
+    check_parity(convert_hf(tmp_path, "older"), theirs)
 
 
 def older(match):
@@ -78,7 +79,7 @@ def test_multipliers_are_rounded_once(tmp_path):
     theirs = hf_model("granite, tied, biased").bfloat16()
     theirs.save_pretrained(tmp_path / "hf")
     for dtype, tolerance in ("bfloat16", 0), ("float32", 1e-6):
-        convert(tmp_path / "hf", tmp_path / dtype, "--dtype", dtype)
+        convert_hf(tmp_path, dtype, "--dtype", dtype)
         exact = theirs.model.layers[1].mlp.down_proj.weight.double() * MULTIPLIERS["residual_multiplier"]
         ours = checkpoint.Weights(tmp_path / dtype).read("layers.1.feed_forward.w2.weight")
         assert (ours - exact.to(ours.dtype)).abs().max() <= tolerance
@@ -257,7 +258,7 @@ def test_a_folder_with_only_the_head_becomes_several_files(tmp_path):
     theirs = hf_model("llama3.2-tied")
     theirs.save_pretrained(tmp_path / "hf")
     only_the_head(tmp_path / "hf")
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--shard-gb", 1e-4), theirs)
+    check_parity(convert_hf(tmp_path, "ours", "--shard-gb", 1e-4), theirs)
     files = sorted((tmp_path / "ours").glob("model-*.safetensors"))
     assert len(files) > 2 and all(f.stat().st_size < 1e5 + 5000 for f in files)
 
@@ -267,7 +268,7 @@ def test_a_tied_model_with_a_head_of_its_own_is_not_tied(family, tmp_path, capsy
     hf_model(family).save_pretrained(tmp_path / "hf")
     change_tensors(tmp_path / "hf", {"lm_head.weight": torch.randn(131, 48) / 4})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+    check_parity(convert_hf(tmp_path, "ours"), theirs)
     assert "lm_head.weight is a tensor of its own: it is used, as in transformers\n" in capsys.readouterr().out
 
 

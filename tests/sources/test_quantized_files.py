@@ -29,6 +29,7 @@ from hf_folders import (
     check_parity,
     config_from_values,
     convert,
+    convert_hf,
     hf_model,
     randomize_vectors,
 )
@@ -72,9 +73,9 @@ def test_formats_of_safetensors_folders(name, tmp_path, capsys):
     make, settings, group_size = FORMATS[name]
     theirs = model(tie_word_embeddings=name == "AWQ", attention_bias=name == "AWQ")
     integers = write_quantized(tmp_path / "hf", theirs, make, settings)
-    check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
+    check_parity(convert_hf(tmp_path, "float", "--to-float", "--dtype", "float32"), theirs)
     assert "dequantized to float32: " in capsys.readouterr().out
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    ours = convert_hf(tmp_path, "ours")
     bound = {"fp8": 0.15, "fp8 anew": 0.2, None: 1e-5}.get(group_size, 3e-3)  # fp8 rounds activations, too
     check_logits(name, tmp_path / "hf", theirs, tmp_path, bound)
     if group_size is None:
@@ -116,9 +117,9 @@ def test_blocks_of_e4m3_become_rows_and_the_line_says_what_that_changes(power_of
     write_quantized(
         tmp_path / "hf", theirs, make, BLOCKS, lambda name: "_proj" in name and any(part in name for part in chosen)
     )
-    check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
+    check_parity(convert_hf(tmp_path, "float", "--to-float", "--dtype", "float32"), theirs)
     capsys.readouterr()
-    convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
+    convert_hf(tmp_path, "ours", "--dtype", "float32")
     exact, ours = checkpoint.Weights(tmp_path / "float"), checkpoint.Weights(tmp_path / "ours")
     squares = torch.zeros(2, dtype=torch.float64)
     for name in [name.removesuffix(".scales") for name in ours.names() if name.endswith(".scales")]:
@@ -174,7 +175,7 @@ def test_larger_groups_become_several_of_the_smallest(tmp_path):
         return pack_quantized(w, seed, False, size=(128, 64, 32)[seed % 3])
 
     integers = write_quantized(tmp_path / "hf", theirs := model(), make, COMPRESSED)
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    ours = convert_hf(tmp_path, "ours")
     assert ours.config.group_size == 32 and {*ours.config.not_quantized} == {"tok_embeddings", "output"}
     check_integers(tmp_path / "ours", theirs, integers)
 
@@ -185,10 +186,10 @@ def test_what_is_not_quantized_alike_everywhere_is_dequantized(tmp_path, capsys)
     write_quantized(
         tmp_path / "hf", theirs, lambda w, i: (reordered if len(w) == 384 and i < 9 else make)(w, i), settings
     )
-    ours = convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32")
+    ours = convert_hf(tmp_path, "ours", "--dtype", "float32")
     assert {*ours.config.not_quantized} == {"tok_embeddings", "output", "wqkv", "wo", "w2"}
     assert "dequantized to float32: 3 of GPTQ, all of wqkv, all of wo, all of w2\n" in capsys.readouterr().out
-    check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
+    check_parity(convert_hf(tmp_path, "float", "--to-float", "--dtype", "float32"), theirs)
 
 
 @pytest.mark.parametrize("family", ["Qwen3MoeConfig", "MixtralConfig"])
@@ -212,8 +213,8 @@ def test_experts_one_by_one_or_together(form, dtype, family, tmp_path):
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     values = read_json(tmp_path / "plain" / "config.json")
     write_json(tmp_path / "hf" / "config.json", {**values, "quantization_config": settings})
-    check_parity(convert(tmp_path / "hf", tmp_path / "float", "--to-float", "--dtype", "float32"), twin)
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    check_parity(convert_hf(tmp_path, "float", "--to-float", "--dtype", "float32"), twin)
+    ours = convert_hf(tmp_path, "ours")
     assert {*ours.config.not_quantized} == {"tok_embeddings", "output"}
     assert ours.layers[1].feed_forward.experts.w1.weight.dtype == dtype
     logits = last_logits(ours, *unequal_rows(ours.config))
@@ -530,7 +531,7 @@ def test_mxfp4_of_all_experts_together(tmp_path):
     """gpt-oss's layout, of experts whose gate and up are one after the other."""
     theirs = randomize_vectors(hf_model(("Qwen3MoeConfig", {**NARROW_EXPERTS, "moe_intermediate_size": 32})))
     write_quantized(tmp_path / "hf", theirs, mxfp4, {"quant_method": "mxfp4"}, lambda name: ".experts." in name)
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--dtype", "float32"), theirs)
+    check_parity(convert_hf(tmp_path, "ours", "--dtype", "float32"), theirs)
 
 
 # ---- Bad input ----
@@ -592,16 +593,16 @@ def test_bad_folders_are_one_line_and_leave_nothing(case, tmp_path):
         edit_state(tmp_path / "hf", wrong)
     else:
         edit_config(tmp_path / "hf", quantization_config=wrong)
-    refused(message, convert, tmp_path / "hf", tmp_path / "ours")
+    refused(message, convert_hf, tmp_path, "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_zeros_that_autogptq_adds_as_biases_are_dropped(tmp_path):
     write_quantized(tmp_path / "hf", theirs := model(), *FORMATS["GPTQ"][:2])
     edit_state(tmp_path / "hf", lambda s: s.update({f"{Q}bias": torch.zeros(384)}))
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--to-float", "--dtype", "float32"), theirs)
+    check_parity(convert_hf(tmp_path, "ours", "--to-float", "--dtype", "float32"), theirs)
     edit_state(tmp_path / "hf", lambda s: s[f"{Q}bias"].fill_(1))
-    refused(r"q_proj\.bias that is no part", convert, tmp_path / "hf", tmp_path / "other")
+    refused(r"q_proj\.bias that is no part", convert_hf, tmp_path, "other")
 
 
 def test_a_quantized_head_is_tied_if_all_of_it_is_the_embedding_table(tmp_path, capsys):
@@ -615,10 +616,10 @@ def test_a_quantized_head_is_tied_if_all_of_it_is_the_embedding_table(tmp_path, 
     theirs = model(tie_word_embeddings=True)
     write_quantized(tmp_path / "hf", theirs, *FORMATS["pack-quantized"][:2], quantized)
     edit_state(tmp_path / "hf", copy_the_table)
-    tied = convert(tmp_path / "hf", tmp_path / "tied")
+    tied = convert_hf(tmp_path, "tied")
     assert tied.config.tie_embeddings and tied.config.not_quantized == ()
     edit_state(tmp_path / "hf", lambda s: s["lm_head.weight_scale"].mul_(2))
-    untied = convert(tmp_path / "hf", tmp_path / "untied")
+    untied = convert_hf(tmp_path, "untied")
     assert not untied.config.tie_embeddings and untied.config.not_quantized == ()
     assert "lm_head.weight is a tensor of its own" in capsys.readouterr().out
     assert torch.equal(untied(TOKENS), 2 * tied(TOKENS))
