@@ -140,6 +140,11 @@ def rank_logits(world, config, state=None, dtype=torch.float32, **how):
     return last_logits(shard(config, world, dtype, state), *unequal_rows(config), **how)
 
 
+def load_folder(folder):
+    """The whole model of a checkpoint folder, in float32."""
+    return tp.load_shard(checkpoint.read_config(folder), checkpoint.Weights(folder), torch.float32, "cpu")
+
+
 def folder_logits(world, folder, prompt=None, how=None):
     """last_logits of a rank's shard of a checkpoint folder, in float32; prompt: tokens, lengths, or unequal rows."""
     config, weights = checkpoint.read_config(folder), checkpoint.Weights(folder)

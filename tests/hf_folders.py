@@ -5,14 +5,12 @@ import copy
 import torch
 import transformers
 from file_edits import read_json, write_json
-from helpers import last_logits, seeded
+from helpers import last_logits, load_folder, seeded
 from running import run_main
 
 import convert_hf_checkpoint
 import generate
-import tp
 from generate import Runner
-from ladder.checkpoints import checkpoint
 from ladder.decoding.batch import Sampler
 from ladder.sources import huggingface
 
@@ -130,8 +128,7 @@ def config_from_values(folder, values):
 def convert(source, out, *args):
     """Run the converter and return its model on one device, in float32."""
     run_main(convert_hf_checkpoint, source, "--out", out, *args)
-    config = checkpoint.read_config(out)
-    return tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")
+    return load_folder(out)
 
 
 def convert_hf(folder, name, *args):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from configs import BASE, MANY, OLMO, UNEQUAL_SHARES, change
-from helpers import last_logits, seeded, shard, unequal_rows
+from helpers import last_logits, rank_logits, seeded, shard, unequal_rows
 from running import RANKS, run_ranks
 
 import tp
@@ -76,8 +76,7 @@ def others(world):
     """What is exact, or no number."""
     name, n = world.group.group_name, world.tp_size
     for dtype in torch.int32, torch.int64, torch.float64:
-        x = 1000 + 1001 * torch.arange(70, dtype=dtype) / (1 if dtype.is_floating_point else 1)
-        x = (x + world.rank).to(dtype)
+        x = 1000 + 1001 * torch.arange(70, dtype=dtype) + world.rank
         assert torch.equal(OPS.wait_tensor(OPS.all_reduce(x, "sum", name)), x * n + sum(range(n)) - n * world.rank)
     largest = OPS.wait_tensor(OPS.all_reduce(torch.tensor([1.001 + world.rank]), "max", name))
     assert torch.equal(largest, torch.tensor([0.001 + n]))
@@ -149,12 +148,8 @@ def test_each_sum_of_a_run_is_within_the_bound(shares, wiring):
     (logits, exact), *others = run_over_gloo(shares, recorded_logits, config)
     assert all(torch.equal(logits, other) for other, _ in others)
     assert not any(exact)
-    [plain, *_] = run_ranks(shares, exact_logits, config)
+    [plain, *_] = run_ranks(shares, rank_logits, config)
     assert 0 < (logits - plain).abs().max() < 0.1 * plain.abs().max()
-
-
-def exact_logits(world, config, **how):
-    return last_logits(shard(config, world), *unequal_rows(config), **how)
 
 
 def test_the_sums_of_a_norm_over_all_heads_are_exact():
@@ -165,7 +160,7 @@ def test_the_sums_of_a_norm_over_all_heads_are_exact():
 
 
 def compiled_logits(world, config):
-    return [last_logits(shard(config, world), *unequal_rows(config), compile=compile) for compile in (False, True)]
+    return [rank_logits(world, config, compile=compile) for compile in (False, True)]
 
 
 @pytest.mark.slow
