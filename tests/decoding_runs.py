@@ -49,11 +49,6 @@ def make_runner(net, draft, count, rows, length, compile=False):
     return runner
 
 
-def second_best(logits, comm, sampler):
-    """An edit of generate.sample."""
-    return comm.gather_logits(logits).topk(2).indices[:, 1]
-
-
 def run_generate(*args, stdin=""):
     """(stdout, stderr) of generate.py in this process."""
     out, err = io.StringIO(), io.StringIO()

@@ -10,8 +10,7 @@ import functools
 import pytest
 import torch
 from configs import BASE
-from decoding_runs import second_best
-from helpers import random_model, shard
+from helpers import random_model, second_best, shard
 from running import main_on_ranks, run_ranks
 
 import generate
@@ -140,12 +139,8 @@ def test_in_the_server_s_rows(ranks, edit, when, expected):
 
 def served(world, edit, when):
     """The answers of rows with settings of their own."""
-    from extras.serve.rows import Rows
+    from decoding_runs import ASK, Rows
 
-    ask = {
-        "max_tokens": NEW, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "repetition_penalty": 1.0,
-        "logprobs": None, "echo": False,
-    }  # fmt: skip
     net = shard(CONFIG, world)
     answers = [[] for _ in PROMPTS]
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
@@ -153,7 +148,7 @@ def served(world, edit, when):
         rows = Rows(Runner(net, net.new_cache(len(PROMPTS), 40)), ())
         for i, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
             sampling = dict(zip(("temperature", "top_k", "top_p"), settings, strict=False))
-            rows.start(i, ask | {"ids": prompt, "sampling": sampling})
+            rows.start(i, ASK | {"max_tokens": NEW, "ids": prompt, "sampling": sampling})
         while rows.busy:
             for i, token, *_ in rows.step():
                 answers[i].append(token.id)

@@ -6,8 +6,7 @@ import types
 import pytest
 import torch
 from configs import BASE, change
-from decoding_runs import second_best
-from helpers import check_split_attention, random_model
+from helpers import check_split_attention, random_model, second_best
 
 import generate as generate_module
 from generate import Runner, generate
