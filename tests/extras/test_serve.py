@@ -496,28 +496,33 @@ def new_front(monkeypatch, address="127.0.0.1", api_key=None):
     listener = socket.create_server((address, 0), family=family)
     monkeypatch.setattr(serving.ending, "at_end", [])
     front = serving.Front(args, serving.Listener(fileno=listener.detach()))
-    front.args = args
+    front.args, front.send = args, functools.partial(Server.send, SimpleNamespace(port=front.address[1]))
     try:
         yield front
     finally:
         front.close()
 
 
+def make_ready(front, model):
+    net, tokenizer = model
+    front.ready(SimpleNamespace(config=net.config, max_new_tokens=99, tokenizer=tokenizer, args=front.args))
+
+
 @contextlib.contextmanager
 def loaded_front(monkeypatch, model, *args, **more):
     with new_front(monkeypatch, *args, **more) as front:
-        front.ready(SimpleNamespace(config=model[0].config, max_new_tokens=99, tokenizer=model[1], args=front.args))
+        make_ready(front, model)
         yield front
 
 
 def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model):
     monkeypatch.setattr(serving, "IDLE_SECONDS", 0.5)
     with new_front(monkeypatch) as front:
-        send = functools.partial(Server.send, SimpleNamespace(port=front.address[1]))
+        send = front.send
         for path in "/health", "/v1/models":
             response = send(path)
             assert response.status == 503 and "loading" in json.loads(response.read())["error"]["message"]
-        front.ready(SimpleNamespace(config=model[0].config, max_new_tokens=99, tokenizer=model[1], args=front.args))
+        make_ready(front, model)
         assert json.loads(send("/v1/models/org/demo").read())["id"] == "org/demo" and send("/v1/models/x").status == 404
         for origin, status in ("https://a.example", 200), ("https://b.example", 403):
             response = send("/health", None, **{"Origin": origin, "Sec-Fetch-Site": "cross-site"})
@@ -585,7 +590,7 @@ def test_a_renderer_that_others_end_is_not_the_clients_fault(monkeypatch, model,
     with loaded_front(monkeypatch, model) as front:
         monkeypatch.setattr(model[1], "template", "{{ messages }}")
         ask = {"messages": [{"role": "user", "content": "Hi"}]}
-        response = Server.send(SimpleNamespace(port=front.address[1]), "/v1/chat/completions", ask)
+        response = front.send("/v1/chat/completions", ask)
         error = json.loads(response.read())["error"]
         assert (response.status, error["type"], error["message"]) == (500, "server_error", "the process was ended")
     assert "the process was ended" in caplog.text
@@ -656,7 +661,7 @@ def has_ipv6():
 def test_a_key_follows_its_scheme_in_any_case(header, status, monkeypatch, model):
     with loaded_front(monkeypatch, model, api_key="k 1") as front:
         headers = {} if header is None else {"Authorization": header}
-        response = Server.send(SimpleNamespace(port=front.address[1]), "/v1/models", **headers)
+        response = front.send("/v1/models", **headers)
         assert (response.status, response.headers["WWW-Authenticate"]) == (status, "Bearer" if status == 401 else None)
 
 
