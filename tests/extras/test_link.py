@@ -30,7 +30,7 @@ from ladder.ranks.meeting import JoinedWorld
 from ladder.ranks.world import World
 from model import interleave, list_sublayers
 
-CPU = torch.device("cpu")
+CPU, OPS = torch.device("cpu"), torch.ops._c10d_functional
 
 
 # ---- The link --------------------------------------------------------------------------------------------------------
@@ -64,15 +64,6 @@ def test_a_world_over_a_link():
     refused(
         "--simulate-tp is one rank alone: start it with python, not with torchrun", link.emulate, real, link.FREE, 4
     )
-
-
-def all_reduce(group, x):
-    ops = torch.ops._c10d_functional
-    return ops.all_reduce(x, "sum", group.group_name)
-
-
-def wait(pending):
-    return torch.ops._c10d_functional.wait_tensor(pending)
 
 
 class Clock:
@@ -109,10 +100,10 @@ def test_all_reduces_take_what_was_asked_for(clock, text, numbers, seconds):
     group = link.LinkedGroup(None, link.parse(text), 0, 8, CPU)
     for computing in 0.0, 0.015, 0.0:  # while the link carries them
         start = clock.now
-        pending = [all_reduce(group, torch.ones(n)) for n in numbers]
+        pending = [OPS.all_reduce(torch.ones(n), "sum", group.group_name) for n in numbers]
         clock.now += computing
         for one in pending:
-            wait(one)
+            OPS.wait_tensor(one)
         assert clock.now - start == pytest.approx(seconds, abs=2e-5 if "tcp" in text else 2e-6)
 
 

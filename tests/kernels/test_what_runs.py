@@ -4,7 +4,6 @@ An edit is made after a model was loaded with its kernels. Then prefill and deco
 kernel, and something else than before the edit.
 """
 
-import contextlib
 import inspect
 import types
 
@@ -22,6 +21,7 @@ import generate
 import model
 import tp
 from ladder.architectures import heads
+from ladder.decoding.batch import Sampler
 from ladder.kernels import digests, quant_kernels, quant_linear, registry
 from ladder.layers import attention_inputs, norms
 
@@ -376,18 +376,23 @@ def test_hooks_of_all_modules_are_called(kind):
     assert {id(m) for b in net.layers for m in (b.feed_forward.w1, b.attention.wo)} <= set(map(id, seen))
 
 
+def check_attention(net, x, metadata, make_cache):
+    """With kernels an attention computes what it does without; returns how often each of them stood in."""
+    results = []
+    for context in registry.plain_only, counted_kernels:
+        with context() as counts, torch.inference_mode():
+            results.append(net.layers[0].attention(x, metadata, tuple(make_cache())).float())
+    assert (results[0] - results[1]).norm() < 0.02 * results[0].norm()
+    return counts
+
+
 def test_what_a_kernel_does_not_know_and_does_not_check_runs_as_written(capsys):
     """A cache in another order of its dimensions, none of the rope, and a pass of fewer rows than the cache."""
     net, x = load(n_kv_heads=2), torch.randn(1, 2, 64).bfloat16()
     metadata = attention_inputs.attention_metadata(net, torch.tensor([[2, 3]]), torch.arange(5))
     other = tuple(torch.zeros(1, 6, 2, 64).bfloat16().transpose(1, 2) for _ in "kv")
     for cache, changes in (other, {}), (net.new_cache(1, 6)[0], {"rope": None}), (net.new_cache(1, 6)[0], {}):
-        results = []
-        for context in registry.plain_only, contextlib.nullcontext:
-            fresh = tuple(torch.zeros_like(tensor) for tensor in cache)
-            with context(), torch.inference_mode():
-                results.append(net.layers[0].attention(x, metadata._replace(**changes), fresh).float())
-        assert (results[0] - results[1]).norm() < 0.02 * results[0].norm()
+        check_attention(net, x, metadata._replace(**changes), lambda cache=cache: map(torch.zeros_like, cache))
     assert "does not know what it got" in capsys.readouterr().err
 
 
@@ -449,13 +454,11 @@ def test_a_mask_of_ones_own_is_used():
     gaps = metadata.mask & (torch.arange(5) != 1)
     gaps[1, 1, 1] = True
     for mask in gaps, torch.ones_like(metadata.mask):
-        results = []
-        for context in registry.plain_only, counted_kernels:
-            cache = [tensor.normal_(generator=seeded(1)) for tensor in net.new_cache(2, 6)[0]]
-            with context() as counts, torch.inference_mode():
-                results.append(net.layers[0].attention(x, metadata._replace(mask=mask), cache).float())
+        counts = check_attention(
+            net, x, metadata._replace(mask=mask),
+            lambda: (tensor.normal_(generator=seeded(1)) for tensor in net.new_cache(2, 6)[0]),
+        )  # fmt: skip
         assert counts["model.Attention.forward"] == 1
-        assert (results[0] - results[1]).norm() < 0.02 * results[0].norm()
 
 
 def test_a_hook_that_would_never_run_is_refused():
@@ -511,7 +514,7 @@ def test_a_runner_compiles_anew_what_was_edited_after_its_steps(capsys):
     """In the second generation of one Runner, whose first one skips all guards."""
     net, prompts = load(), [[5, 6, 7], [8]]
     runner = generate.Runner(net, net.new_cache(2, 12), compile=True)
-    sample = generate_sampler()
+    sample = Sampler(0)
     first = generate.generate(runner, prompts, 5, sample).rows
     with runner.unguarded():
         assert first == generate.generate(runner, prompts, 5, sample).rows
@@ -522,12 +525,6 @@ def test_a_runner_compiles_anew_what_was_edited_after_its_steps(capsys):
     plain = generate.generate(generate.Runner(net, net.new_cache(2, 12)), prompts, 5, sample).rows
     assert second == plain != first
     assert "the model was changed after its steps were compiled" in capsys.readouterr().err
-
-
-def generate_sampler():
-    from ladder.decoding.batch import Sampler
-
-    return Sampler(0)
 
 
 def test_every_weight_of_a_bfloat16_model_gets_a_gradient():
