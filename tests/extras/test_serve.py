@@ -26,7 +26,7 @@ from cases import slow_case
 from configs import BASE, LINEAR_ATTENTION
 from decoding_runs import ASK, answer_in_turns
 from file_edits import edit_config, write_lines
-from helpers import ALONE, ROOT, greedy_tokens, random_model
+from helpers import ALONE, ROOT, greedy_tokens, randn, random_model
 from running import command, run_main, run_python, run_ranks
 
 from complete import complete, load
@@ -207,6 +207,18 @@ def two_rows():
     """A model, and its Rows without an end-of-sequence."""
     net = random_model(BASE)
     return net, Rows(Runner(net, net.new_cache(2, 64)), ())
+
+
+def test_a_penalty_divides_positive_logits_and_multiplies_negative_ones():
+    """Which a greedy choice does not show: a negative one is hardly ever the largest."""
+    _, rows = two_rows()
+    rows.start(0, ASK | {"ids": [5, 6, 7, 5], "max_tokens": 4, "repetition_penalty": 1.5})
+    logits = randn(1, BASE.vocab_size)
+    expected = logits.double()
+    for i in 5, 6, 7:
+        expected[0, i] *= 1 / 1.5 if expected[0, i] > 0 else 1.5
+    assert len({*logits[0, 5:8].sign().tolist()}) == 2  # both cases
+    torch.testing.assert_close(rows.adjusted(rows[:1], logits).double(), expected)
 
 
 def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
