@@ -92,20 +92,25 @@ class Server:
         connection.request("GET" if body is None else "POST", path, data, headers)
         response = connection.getresponse()
         response.close_all = lambda: (response.close(), connection.close())
+        response.json = lambda: json.loads(response.read())
         return response
 
     def ask(self, path="/v1/completions", **body):
         """Return (status, answer)."""
         response = self.send(path, body)
-        return response.status, json.loads(response.read())
+        return response.status, response.json()
+
+    def choice(self, **body):
+        """Return the first choice of a good answer."""
+        status, answer = self.ask(**body)
+        assert status == 200, answer
+        return answer["choices"][0]
 
     def text(self, prompt, **body):
-        status, answer = self.ask(prompt=prompt, **{"temperature": 0, "max_tokens": 12} | body)
-        assert status == 200, answer
-        return answer["choices"][0]["text"]
+        return self.choice(prompt=prompt, **{"temperature": 0, "max_tokens": 12} | body)["text"]
 
     def requests(self):
-        return json.loads(self.send("/health").read())["requests"]
+        return self.send("/health").json()["requests"]
 
     def events(self, **body):
         """Yield the server-sent events of a request that streams."""
@@ -348,7 +353,7 @@ def log_probabilities(net, ids):
 def test_logprobs_are_those_of_the_model(prompt, server, model):
     net, tokenizer = model
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "logprobs": 3, "echo": True}
-    choice = server.ask(**body)[1]["choices"][0]
+    choice = server.choice(**body)
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     ids = ids + greedy_tokens(net, ids, 2)
     logp, logprobs = log_probabilities(net, ids), choice["logprobs"]
@@ -388,7 +393,8 @@ def test_of_equal_texts_the_likelier_stays_and_bytes_have_names(model):
 
 def test_logprobs_of_a_chat(server, model):
     chat = {"messages": [{"role": "user", "content": "Once upon"}], "max_tokens": 2, "temperature": 0, "logprobs": True}
-    first, second = server.ask("/v1/chat/completions", **chat, top_logprobs=2)[1]["choices"][0]["logprobs"]["content"]
+    answer = server.choice(path="/v1/chat/completions", **chat, top_logprobs=2)
+    first, second = answer["logprobs"]["content"]
     assert len(first["top_logprobs"]) == len(second["top_logprobs"]) == 2 and first["token"] == " a"
     best = float(log_probabilities(model[0], model[1].encode("Once upon"))[-1].max())
     assert first["logprob"] == first["top_logprobs"][0]["logprob"] == pytest.approx(best, abs=1e-3)
@@ -435,7 +441,7 @@ STATUSES = {"this is 'demo'": 404, "more than 4194304 bytes": 413}  # the others
 ], ids=str)  # fmt: skip
 def test_bad_requests_are_error_objects(server, path, body, words):
     response = server.send(f"/v1/{path}", body)
-    error = json.loads(response.read())["error"]
+    error = response.json()["error"]
     assert response.status == STATUSES.get(words, 400) and words in error["message"]
     assert error["type"] == "invalid_request_error"
 
@@ -444,9 +450,8 @@ def test_what_asks_for_nothing_passes(server):
     neutral = {"repetition_penalty": 1.0, "top_k": -1, "seed": -1, "n": 1, "logit_bias": {}, "stop": "", "best_of": 1}
     neutral |= {"min_p": 0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": []}
     neutral |= {"skip_special_tokens": True, "logprobs": False, "presence_penalty": 0.0, "suffix": None, "tools": []}
-    status, answer = server.ask(**OK, **neutral)
-    assert status == 200 and answer["choices"][0]["logprobs"] is None
-    assert server.ask(**OK | {"logprobs": 0})[1]["choices"][0]["logprobs"]["token_logprobs"]
+    assert server.choice(**OK, **neutral)["logprobs"] is None
+    assert server.choice(**OK | {"logprobs": 0})["logprobs"]["token_logprobs"]
 
 
 def test_what_clients_send_for_greedy_and_any_seed_of_64_bits(server):
@@ -533,9 +538,9 @@ def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model
         send = front.send
         for path in "/health", "/v1/models":
             response = send(path)
-            assert response.status == 503 and "loading" in json.loads(response.read())["error"]["message"]
+            assert response.status == 503 and "loading" in response.json()["error"]["message"]
         make_ready(front, model)
-        assert json.loads(send("/v1/models/org/demo").read())["id"] == "org/demo" and send("/v1/models/x").status == 404
+        assert send("/v1/models/org/demo").json()["id"] == "org/demo" and send("/v1/models/x").status == 404
         for origin, status in ("https://a.example", 200), ("https://b.example", 403):
             response = send("/health", None, **{"Origin": origin, "Sec-Fetch-Site": "cross-site"})
             allowed = response.headers["Access-Control-Allow-Origin"]
@@ -603,7 +608,7 @@ def test_a_renderer_that_others_end_is_not_the_clients_fault(monkeypatch, model,
         monkeypatch.setattr(model[1], "template", "{{ messages }}")
         ask = {"messages": [{"role": "user", "content": "Hi"}]}
         response = front.send("/v1/chat/completions", ask)
-        error = json.loads(response.read())["error"]
+        error = response.json()["error"]
         assert (response.status, error["type"], error["message"]) == (500, "server_error", "the process was ended")
     assert "the process was ended" in caplog.text
 
@@ -686,7 +691,7 @@ def test_a_wrong_method_is_told_the_right_ones(server):
 def test_a_prompt_alone_is_scored(server, model):
     for more in {}, {"stream": True}:
         ask = {"prompt": "Once upon a time", "max_tokens": 0, "echo": True, "logprobs": 1, **more}
-        one = server.ask(**ask | {"max_tokens": 1, "stream": False})[1]["choices"][0]["logprobs"]
+        one = server.choice(**ask | {"max_tokens": 1, "stream": False})["logprobs"]
         events = [*server.events(**ask)] if more else [server.ask(**ask)[1]]
         [choice] = events[0]["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("Once upon a time", "length")
@@ -695,9 +700,9 @@ def test_a_prompt_alone_is_scored(server, model):
             assert values == one[name][:-1] and len(values) == 5
         counts = {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
         assert more or counts.items() <= events[0]["usage"].items()
-    status, answer = server.ask(prompt=[5, 6] * 128, max_tokens=0, echo=True, logprobs=0)  # as long as the context
-    own, logp = answer["choices"][0]["logprobs"]["token_logprobs"], log_probabilities(model[0], [5, 6] * 128)
-    assert status == 200 and own[0] is None
+    choice = server.choice(prompt=[5, 6] * 128, max_tokens=0, echo=True, logprobs=0)  # as long as the context
+    own, logp = choice["logprobs"]["token_logprobs"], log_probabilities(model[0], [5, 6] * 128)
+    assert own[0] is None
     assert own[1:] == pytest.approx([float(row[6 - i % 2]) for i, row in enumerate(logp[:-1])], abs=1e-3)
     answer = server.ask(prompt=["One day", "a"], max_tokens=0, echo=True)[1]
     assert [(choice["text"], choice["logprobs"]) for choice in answer["choices"]] == [("One day", None), ("a", None)]
@@ -712,7 +717,7 @@ def test_a_web_page_of_strangers_is_refused(server, path):
         ("Sec-Fetch-Site", "cross-site"),
     ):
         response = server.send(path, body, **{name: value})
-        assert response.status == 403 and "--api-key" in json.loads(response.read())["error"]["message"]
+        assert response.status == 403 and "--api-key" in response.json()["error"]["message"]
         assert not response.headers["Access-Control-Allow-Origin"]  # which only --allow-origin sends
     for host in "localhost", "127.0.0.1:80", "LOCALHOST:8000":
         assert server.send(path, body, Host=host).status == 200
@@ -777,7 +782,7 @@ def test_keys_queues_and_the_end():
         send, key = server.send, {"Authorization": "Bearer caf\u00e9".encode()}
         for headers in {}, {"Authorization": "Bearer cafe"}:
             assert send("/v1/completions", OK, **headers).status == send("/v1/models", **headers).status == 401
-        assert json.loads(send("/v1/models", **key).read())["data"][0]["id"] == "demo"
+        assert send("/v1/models", **key).json()["data"][0]["id"] == "demo"
         assert send("/nothing").status == 404 and send("/v1/completions").status == 405 and send("/").status == 200
         body = {"prompt": "Once", "max_tokens": 250, "stream": True, "temperature": 0}
         running = send("/v1/completions", body, **key)
