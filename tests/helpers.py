@@ -67,6 +67,12 @@ def train_tokenizer(texts, vocab_size, path):
         )  # fmt: skip
 
 
+def gguf_types(model):
+    """The numbers that GGUF has for the kinds of a SentencePiece model's tokens."""
+    kinds = {2: model.is_unknown, 3: model.is_control, 6: model.is_byte}
+    return [next((n for n, is_kind in kinds.items() if is_kind(i)), 1) for i in range(model.vocab_size())]
+
+
 def randn(*shape, seed=0):
     """torch.randn with a seed of its own."""
     return torch.randn(*shape, generator=seeded(seed))

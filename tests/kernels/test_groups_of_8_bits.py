@@ -35,6 +35,13 @@ def in_groups(N, K, size, bounds=(-128, 127), has_zeros=True, dtype=torch.float1
     return q.to(torch.int8), scales.to(dtype), zeros.to(dtype)
 
 
+def make_linear(N, K, size, **how):
+    linear = quant_linear.QuantLinear((N, K), "int8", size)
+    for name, tensor in zip(quant_linear.STORED, in_groups(N, K, size, **how), strict=True):
+        setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
+    return linear
+
+
 def packed(*matrix):
     """What skinny_gemm.cpp takes: the packed integers and its `bits`."""
     form = skinny_gemm.form_of(*matrix)
@@ -57,8 +64,12 @@ def test_numbers_are_packed_in_as_few_bits_as_they_need_and_come_back(bounds, mo
                 assert stored.dtype == tensor.dtype and torch.equal(stored, tensor)
 
 
-@pytest.mark.parametrize("threads", [1, 2], indirect=True)
-@pytest.mark.parametrize("bounds", [(0, 15), (-16, 15), (0, 31), (-32, 31), (-128, 127)], ids=str)
+THREADS = pytest.mark.parametrize("threads", [1, 2], indirect=True)
+BOUNDS = pytest.mark.parametrize("bounds", [(0, 15), (-16, 15), (0, 31), (-32, 31), (-128, 127)], ids=str)
+
+
+@THREADS
+@BOUNDS
 def test_few_rows_are_exact_up_to_rounding(bounds, threads):
     skinny_gemm.build()
     for N, K, size in SHAPES:
@@ -69,8 +80,8 @@ def test_few_rows_are_exact_up_to_rounding(bounds, threads):
             check_few_rows_of_integers(*packed(*matrix), w, w.abs(), terms)
 
 
-@pytest.mark.parametrize("threads", [1, 2], indirect=True)
-@pytest.mark.parametrize("bounds", [(0, 15), (-16, 15), (0, 31), (-32, 31), (-128, 127)], ids=str)
+@THREADS
+@BOUNDS
 def test_for_many_rows_they_become_the_same_floats(bounds, threads):
     skinny_gemm.build()
     for N, K, size in (*SHAPES, (300, 2048, 16)):
@@ -188,9 +199,7 @@ def test_a_path_takes_precedence_over_a_kind_and_that_over_quant():
 
 def test_a_shard_whose_groups_are_too_small_for_the_kernel_computes_the_same():
     """Groups of 4 columns, as a cut of heads of 20 columns would make."""
-    linear = quant_linear.QuantLinear((24, 40), "int8", 4)
-    for name, tensor in zip(quant_linear.STORED, in_groups(24, 40, 4), strict=True):
-        setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
+    linear = make_linear(24, 40, 4)
     skinny_gemm.pack_all([linear])
     x = randn_bf16(3, 40)
     exact = x.double() @ in_float64(*linear.stored()).T
@@ -198,9 +207,7 @@ def test_a_shard_whose_groups_are_too_small_for_the_kernel_computes_the_same():
 
 
 def test_pytorchs_kernel_for_a_scale_per_row_stands_back():
-    linear = quant_linear.QuantLinear((24, 64), "int8", 32)
-    for name, tensor in zip(quant_linear.STORED, in_groups(24, 64, 32, dtype=torch.bfloat16), strict=True):
-        setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
+    linear = make_linear(24, 64, 32, dtype=torch.bfloat16)
     assert quant_linear.multiply_int8(linear, randn_bf16(3, 64)) is None
     rows = quant_linear.QuantLinear((24, 64), "int8", None)
     rows.load_state_dict({"weight": linear.weight, "scales": linear.scales[:, :1]})

@@ -19,7 +19,7 @@ import transformers
 from cases import refused
 from file_edits import changed_bytes, changed_json, edit_config, edit_state, read_json, write_json
 from gguf import GGMLQuantizationType as Type
-from helpers import folder_logits, last_logits, train_tokenizer, unequal_rows
+from helpers import folder_logits, gguf_types, last_logits, train_tokenizer, unequal_rows
 from hf_folders import (
     FOLDED,
     HF_FAMILIES,
@@ -490,12 +490,10 @@ def test_sentencepiece_tokenizers_of_gguf(tmp_path):
     theirs = load_tokenizer(tmp_path / "tokenizer.model")
 
     def add(writer):
-        kinds = [theirs.model.is_unknown, theirs.model.is_control, theirs.model.is_byte]
-        numbers = [next((n for n, is_kind in zip((2, 3, 6), kinds, strict=True) if is_kind(i)), 1) for i in range(300)]
         writer.add_tokenizer_model("llama")
         writer.add_token_list([theirs.model.id_to_piece(i) for i in range(300)])
         writer.add_token_scores([theirs.model.get_score(i) for i in range(300)])
-        writer.add_token_types(numbers)
+        writer.add_token_types(gguf_types(theirs.model))
         for i, name in enumerate(("unk", "bos", "eos")):
             getattr(writer, f"add_{name}_token_id")(i)
 

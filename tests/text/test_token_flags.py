@@ -12,7 +12,7 @@ import pytest
 import transformers
 from cases import refused, slow_case
 from file_edits import read_json, write_json
-from helpers import train_tokenizer
+from helpers import gguf_types, train_tokenizer
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -135,11 +135,9 @@ def test_flags_in_several_places_are_joined_as_in_transformers(own, other, named
 def write_gguf(folder, model, kind, name="a model", architecture="llama", mark=MARK, **more):
     """The files that are made of a GGUF file whose tokens are those of `model`, then a mark and OTHER of types."""
     pieces = SentencePieceProcessor(model_file=str(model))
-    kinds = [pieces.is_unknown, pieces.is_control, pieces.is_byte]
-    types = [next((n for n, is_kind in zip((2, 3, 6), kinds, strict=True) if is_kind(i)), 1) for i in range(SIZE)]
     own = {
         "model": "llama", "tokens": [*map(pieces.id_to_piece, range(SIZE)), mark, OTHER],
-        "token_type": [*types, kind, 3],
+        "token_type": [*gguf_types(pieces), kind, 3],
         "scores": [*map(pieces.get_score, range(SIZE)), -1000.0, -1000.0],
         "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, **more,
     }  # fmt: skip
