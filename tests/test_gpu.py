@@ -91,6 +91,13 @@ def test_models_of_integers_compute_what_float64_does(quant, changes, compile):
     assert (result[0] - exact[1]).norm() > 0.3 * exact.norm() / len(exact) ** 0.5  # so that rows differ by far more
 
 
+def generate_on_two_gpus(*args, **environment):
+    done = script("generate.py", *args, ranks=2, CUDA_VISIBLE_DEVICES="0,1", **environment)
+    if "reach one another's memory" in done.stderr:
+        pytest.skip("these GPUs do not reach one another's memory")
+    assert done.returncode == 0, done.stderr
+
+
 @two_gpus
 @pytest.mark.parametrize("comm", ["library", "one-shot"])
 def test_captured_steps_on_two_gpus_choose_what_eager_ones_do(comm, tmp_path):
@@ -99,10 +106,7 @@ def test_captured_steps_on_two_gpus_choose_what_eager_ones_do(comm, tmp_path):
     ways = [("", "0"), ("", "1"), ("--compile", "0"), ("--compile --draft ngram", "0")]
     for way, blocking in ways:
         args = *flags.split(), tmp_path / "out.jsonl", *way.split()
-        done = script("generate.py", *args, ranks=2, CUDA_VISIBLE_DEVICES="0,1", CUDA_LAUNCH_BLOCKING=blocking)
-        if "reach one another's memory" in done.stderr:
-            pytest.skip("these GPUs do not reach one another's memory")
-        assert done.returncode == 0, done.stderr
+        generate_on_two_gpus(*args, CUDA_LAUNCH_BLOCKING=blocking)
     lines = read_lines(tmp_path / "out.jsonl")
     assert all(line["tokens"] == lines[0]["tokens"] for line in lines)
     assert len(lines[2]["graph_bytes"]) == 2 and sum(lines[2]["graph_bytes"]) < 2e8
@@ -115,10 +119,7 @@ def test_one_shot_sums_are_nccls(wiring, tmp_path):
     flags = f"--model 1b:2 --dtype float32 --compile --wiring {wiring} --prompt-length 200 --max-new-tokens 30 --json"
     for comm in ("library", "one-shot"):
         args = *flags.split(), tmp_path / "out.jsonl", "--comm", comm
-        done = script("generate.py", *args, ranks=2, CUDA_VISIBLE_DEVICES="0,1")
-        if "reach one another's memory" in done.stderr:
-            pytest.skip("these GPUs do not reach one another's memory")
-        assert done.returncode == 0, done.stderr
+        generate_on_two_gpus(*args)
     nccl, own = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert nccl["tokens"] == own["tokens"] and own["comm"] == "one-shot"
 

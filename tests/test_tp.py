@@ -171,6 +171,11 @@ def test_a_header_is_parsed_once_and_a_file_is_mapped_only_while_a_tensor_of_it_
     assert not maps.exists() or str(tiny) not in maps.read_text()
 
 
+def write_safetensors(folder, header, data):
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
 @pytest.mark.parametrize("shift", range(9))  # earlier versions of safetensors did not align the header
 def test_tensors_of_any_dtype_are_read_wherever_they_begin(shift, tmp_path):
     names = {dtype: name for name, dtype in checkpoint.STORED_DTYPES.items()}
@@ -181,8 +186,7 @@ def test_tensors_of_any_dtype_are_read_wherever_they_begin(shift, tmp_path):
         stop = len(data) + tensor.nbytes
         header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [len(data), stop]}
         data += bytes(tensor.flatten().view(torch.uint8).tolist())
-    text = json.dumps(header).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    write_safetensors(tmp_path, header, data)
     weights = checkpoint.Weights(tmp_path)
     for name, tensor in tensors.items():
         stored = weights.read(name)
@@ -191,8 +195,7 @@ def test_tensors_of_any_dtype_are_read_wherever_they_begin(shift, tmp_path):
 
 
 def test_a_dtype_that_is_unknown_here_is_refused(tmp_path):
-    text = json.dumps({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(2))
+    write_safetensors(tmp_path, {"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, bytes(2))
     refused("model.safetensors: tensor w holds F4, which is not supported", checkpoint.Weights(tmp_path).read, "w")
 
 

@@ -69,7 +69,7 @@ def _call(self, original, edited, logits):
 
 
 EDITS = {edit.__name__: edit for edit in (replace, reload, wrap)}
-WHEN = "before", "after"  # the kernel is in use
+WHEN = pytest.mark.parametrize("when", ["before", "after"])  # the kernel is in use
 
 
 def edited(patch, edit, when):
@@ -107,7 +107,7 @@ def expected():
     return [second_best_tokens(net, prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("when", WHEN)
+@WHEN
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_in_a_batch(ranks, edit, when, expected):
@@ -117,7 +117,7 @@ def test_in_a_batch(ranks, edit, when, expected):
 
 @pytest.mark.parametrize("draft", ["ngram", "small"])
 @pytest.mark.parametrize("edit", ["replace", "reload"])
-@pytest.mark.parametrize("when", WHEN)
+@WHEN
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_with_a_draft(ranks, when, edit, draft, expected, capsys):
     """Whose proposals are accepted where sample chooses the same; the small model is the model itself."""
@@ -128,7 +128,7 @@ def test_with_a_draft(ranks, when, edit, draft, expected, capsys):
         assert capsys.readouterr().err.count("a draft's tokens are accepted where it chooses the same") == 1
 
 
-@pytest.mark.parametrize("when", WHEN)
+@WHEN
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_the_server_s_rows(ranks, edit, when, expected):
@@ -155,7 +155,7 @@ def served(world, edit, when):
     return answers
 
 
-@pytest.mark.parametrize("when", WHEN)
+@WHEN
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_in_complete(draft, when, tiny, monkeypatch):
     model, tokenizer = load(tiny)

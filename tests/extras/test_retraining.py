@@ -1,5 +1,6 @@
 """Retraining a real model: which layers are chosen, what is frozen and shared, and what alignment minimises."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -210,14 +211,15 @@ def lone(fake_world, monkeypatch):
 
 def test_own_text_has_the_teacher_s_distribution_and_goes_on_where_it_was_killed(tiny, tmp_path, lone):
     path, rows = tmp_path / "own.tokens", 1501
-    _write_own(lone, path, str(tiny), 4 * (rows - 1))
+    write = functools.partial(_write_own, lone, path, str(tiny), 4 * (rows - 1))
+    write()
     ids, whole = own_ids(path), path.read_bytes()
     assert len(ids) == rows and (ids[:, 0] == 1).all()
     with pytest.MonkeyPatch.context() as m:
         m.setattr(own_text, "Sampler", None)  # nothing is written again
-        _write_own(lone, path, str(tiny), 4 * (rows - 1))
+        write()
     path.write_bytes(whole[: len(whole) // 2 + 5])
-    _write_own(lone, path, str(tiny), 4 * (rows - 1))
+    write()
     assert path.read_bytes() == whole
     model = random_model(checkpoint.read_config(tiny))
     with torch.no_grad():

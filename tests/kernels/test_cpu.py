@@ -354,6 +354,13 @@ def test_attention_in_a_window_without_a_cache():
     assert (logits - expected).norm() < 0.03 * expected.norm()
 
 
+@pytest.fixture
+def unbuilt(monkeypatch):
+    """As if nothing had been built."""
+    monkeypatch.setattr(loading, "is_built", functools.cache(loading.is_built.__wrapped__))
+    monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())
+
+
 UNBUILT = [
     ({"CXX": "g++ -O1"}, "skinny_gemm.cpp needs a C.. compiler: .* no options: 'g.. -O1'"),
     ({"CXX": "false"}, "false cannot compile skinny_gemm.cpp: it ends with code 1"),
@@ -364,10 +371,8 @@ UNBUILT = [
 
 @pytest.mark.parametrize("environment, message", UNBUILT, ids=str)
 def test_without_what_cannot_be_built_pytorchs_kernels_run_and_one_line_says_why(
-    environment, message, tmp_path, monkeypatch, capsys
+    environment, message, unbuilt, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(loading, "is_built", functools.cache(loading.is_built.__wrapped__))
-    monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
     monkeypatch.delenv("HOME", raising=False)
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
@@ -478,11 +483,9 @@ def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
 
 
-def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, capsys):
+def test_without_instructions_for_our_kernels_there_are_pytorchs(unbuilt, monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.setattr(compilers, "ON_ARM", False)
-    monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
-    monkeypatch.setattr(loading, "is_built", functools.cache(loading.is_built.__wrapped__))
     net, (tokens, lengths) = random_model(BASE).bfloat16(), unequal_rows(BASE)
     plain = last_logits(net, tokens, lengths)
     compiling.use_decode_kernels(net)
