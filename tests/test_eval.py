@@ -156,14 +156,5 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
     writing.write_config(tmp_path, checkpoint.read_config(tiny))
     train_tokenizer(["The cat sat on the mat, and a mouse ran over it. "] * 30, 300, tmp_path / "tokenizer.model")
     for model, difference in (ROOT / "demo", "of 300 tokens, and the model's 1,024"), (tmp_path, "token"):
-        refused(
-            rf"--compare \S+ has another vocabulary.* {difference}",
-            run_main,
-            evaluate,
-            "--checkpoint",
-            model,
-            "--text",
-            text,
-            "--compare",
-            tiny,
-        )
+        words = rf"--compare \S+ has another vocabulary.* {difference}"
+        refused(words, run_main, evaluate, "--checkpoint", model, "--text", text, "--compare", tiny)

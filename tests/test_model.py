@@ -172,8 +172,5 @@ def test_a_deleted_layer_is_not_computed(wiring):
 def test_wirings_that_go_by_numbers_refuse_deleted_layers(wiring):
     model = random_model(change(BASE, wiring=wiring))
     del model.layers[0]
-    refused(
-        f"has 2 layers, and its config says n_layers 3: .* wiring {wiring} goes by",
-        model,
-        torch.zeros(1, 2, dtype=torch.int64),
-    )
+    words = f"has 2 layers, and its config says n_layers 3: .* wiring {wiring} goes by"
+    refused(words, model, torch.zeros(1, 2, dtype=torch.int64))

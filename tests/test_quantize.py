@@ -288,9 +288,8 @@ def test_bad_checkpoints_are_one_clear_line(tmp_path):
     refused(r"^group size 32 does not divide the columns of w2 \(172\): keep w2$", run, odd)
     matrices = r"wqkv \(64\), w1 \(64\), w3 \(64\), output \(64\), w2 \(172\): keep tok_embeddings,wqkv,w1,w3,output,w2"
     refused(rf"^group size 128 does not .* tok_embeddings \(64\), {matrices}$", run, odd, "--group-size", "128")
-    refused(
-        r"\(64\): use 64, or keep tok_embeddings,wqkv,w1,w3$", change, TIED, group_size=128, not_quantized=("wo", "w2")
-    )
+    words = r"\(64\): use 64, or keep tok_embeddings,wqkv,w1,w3$"
+    refused(words, change, TIED, group_size=128, not_quantized=("wo", "w2"))
     run(odd, "--keep", "w2")
     refused("int4 is quantized .int4.: give the original", run, tmp_path / "int4", "--out", tmp_path / "again")
     state, name = load_file(tmp_path / "int4" / "model.safetensors"), "layers.1.feed_forward.w1.scales"

@@ -113,16 +113,8 @@ def test_heads_that_two_ranks_hold_are_refused(monkeypatch):
     """Their partials would not add up, and the text would be nonsense."""
     ranges = tp.head_ranges
     monkeypatch.setattr(tp, "head_ranges", lambda config, rank, shares: ranges(config, 0, shares))
-    refused(
-        "the ranks hold columns 0 to 24, 0 to 24 of wo: each of its 48 must be held once",
-        tp.load_shard,
-        BASE,
-        StateWeights(random_model(BASE).state_dict()),
-        torch.float32,
-        "cpu",
-        0,
-        (1, 1),
-    )
+    words = "the ranks hold columns 0 to 24, 0 to 24 of wo: each of its 48 must be held once"
+    refused(words, tp.load_shard, BASE, StateWeights(random_model(BASE).state_dict()), torch.float32, "cpu", 0, (1, 1))
 
 
 def test_a_vector_of_an_mlp_is_cut_as_the_plan_says(monkeypatch):

@@ -378,15 +378,8 @@ def test_export_gives_back_the_family(family, tmp_path):
     assert type(back) is type(theirs)
     with torch.no_grad():
         assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
-    refused(
-        "a model with mixture has no Hugging Face form",
-        run_main,
-        to_hf,
-        tmp_path / "ours",
-        "--ladder",
-        "--out",
-        tmp_path / "ladder",
-    )
+    words = "a model with mixture has no Hugging Face form"
+    refused(words, run_main, to_hf, tmp_path / "ours", "--ladder", "--out", tmp_path / "ladder")
 
 
 SEPARATE = {f"{e}.{name}_proj.weight": None for e in range(5) for name in ("gate", "up")}

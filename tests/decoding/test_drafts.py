@@ -160,14 +160,8 @@ def test_a_draft_s_table_may_be_padded_otherwise(rows):
         plain = generated(net, prompts=prompts)[0].rows
         done, used = generated(net, padded(noisy(net, 0.02), rows), 4, prompts)
         assert done.rows == plain and (rows < BASE.vocab_size or used.accepted[4])
-    refused(
-        f"draft has another vocabulary, of {rows} tokens, and the model's 131",
-        of_model,
-        padded(net, rows),
-        4,
-        Runner(net, make_cache(net, 1, 20)),
-        80,
-    )  # no tokenizer leaves so many rows
+    words = f"draft has another vocabulary, of {rows} tokens, and the model's 131"  # no tokenizer leaves so many rows
+    refused(words, of_model, padded(net, rows), 4, Runner(net, make_cache(net, 1, 20)), 80)
 
 
 def padded_draft_on_ranks(world, rows):

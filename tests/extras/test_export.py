@@ -134,14 +134,8 @@ def test_transformers_own_families_come_back(family, tmp_path):
     theirs.save_pretrained(tmp_path / "hf")
     ours = convert_hf(tmp_path, "ours")
     if family in REFUSED_FAMILIES:
-        refused(
-            f"^{REFUSED_FAMILIES[family]} has no Hugging Face form here",
-            run_main,
-            to_hf,
-            tmp_path / "ours",
-            "--out",
-            tmp_path / "back",
-        )
+        words = f"^{REFUSED_FAMILIES[family]} has no Hugging Face form here"
+        refused(words, run_main, to_hf, tmp_path / "ours", "--out", tmp_path / "back")
         return
     run_main(to_hf, tmp_path / "ours", "--out", tmp_path / "back", "--shard-gb", "1e-4")
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
@@ -175,12 +169,8 @@ def test_what_has_no_form_is_refused(tmp_path, monkeypatch):
         write_model(tmp_path / "ours", config)
         refused(words, run_main, to_hf, tmp_path / "ours", "--out", tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-    refused(
-        "quant 'int8' has no Hugging Face form here, only None has one",
-        to_hf.config_to_hf,
-        change(BASE, quant="int8"),
-        torch.float32,
-    )
+    line = "quant 'int8' has no Hugging Face form here, only None has one"
+    refused(line, to_hf.config_to_hf, change(BASE, quant="int8"), torch.float32)
 
 
 TEXTS = ["Once upon a time", "", " ", " a", "two  spaces   three", "  a\n\n b \n", "naïve 🙂 日本  é", "1▁▁", "▁ x▁ "]

@@ -61,9 +61,8 @@ def test_a_world_over_a_link():
     assert link.emulate(JoinedWorld(1, 2, CPU, dist.group, shares=(3, 1)), link.FREE).shares == (3, 1)
     assert (eight.shares, two.shares) == ((1,) * 8, (1, 1))
     refused("a link needs two or more ranks, started with torchrun, or --simulate-tp", link.emulate, alone, link.FREE)
-    refused(
-        "--simulate-tp is one rank alone: start it with python, not with torchrun", link.emulate, real, link.FREE, 4
-    )
+    words = "--simulate-tp is one rank alone: start it with python, not with torchrun"
+    refused(words, link.emulate, real, link.FREE, 4)
 
 
 class Clock:

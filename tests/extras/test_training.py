@@ -76,14 +76,8 @@ def test_many_chats_are_rendered_in_their_order_and_not_all_at_once(tmp_path, mo
     read, documents = [], data.documents
     monkeypatch.setattr(data, "documents", lambda path: (read.append(1) or record for record in documents(path)))
     monkeypatch.setattr(Letters, "template", "{{ raise_exception('no') }}")
-    refused(
-        "chats.jsonl line 1: .*refuses this conversation: no",
-        data.tokenize,
-        [path],
-        Letters(),
-        [2],
-        tmp_path / "x.tokens",
-    )
+    words = "chats.jsonl line 1: .*refuses this conversation: no"
+    refused(words, data.tokenize, [path], Letters(), [2], tmp_path / "x.tokens")
     assert len(read) == data.DOCUMENTS_AT_ONCE < 400
 
 
@@ -239,11 +233,8 @@ def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrainin
 
 @pytest.mark.parametrize("flags", ["--align-steps 2", "--train above"])
 def test_farskip_is_neither_aligned_nor_trained_in_part(flags, mixture):
-    refused(
-        f"{flags} takes a wiring with.*of standard, .*not farskip".replace(" 2", ""),
-        adapt.main,
-        [*mixture, *flags.split()],
-    )
+    words = f"{flags} takes a wiring with.*of standard, .*not farskip".replace(" 2", "")
+    refused(words, adapt.main, [*mixture, *flags.split()])
 
 
 def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(
@@ -336,9 +327,8 @@ def _check_kills(flags, folder):
 
 
 def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(training_flags, tmp_path):
-    refused(
-        "smaller --lr than 1e\\+09 and another --out; .*/best-\\* holds", adapt.main, [*training_flags, "--lr", "1e9"]
-    )
+    words = "smaller --lr than 1e\\+09 and another --out; .*/best-\\* holds"
+    refused(words, adapt.main, [*training_flags, "--lr", "1e9"])
     load_folder(tmp_path / "out.run" / "best-0")  # whose weights are finite
     assert not (tmp_path / "out").exists()
 

@@ -120,11 +120,5 @@ def test_bad_tensors_are_refused(monkeypatch):
     nan = state[name].view(torch.uint8).clone()
     nan[3, 5] = 255
     for tensor, words in (nan.view(torch.float8_e4m3fn), "NaN or infinite"), (state[name].bfloat16(), "holds bfloat16"):
-        refused(
-            f"tensor {name} {words}|tensor {name} holds {words}",
-            tp.load_shard,
-            CONFIG,
-            StateWeights({**state, name: tensor}),
-            torch.bfloat16,
-            "cpu",
-        )
+        line = f"tensor {name} {words}|tensor {name} holds {words}"
+        refused(line, tp.load_shard, CONFIG, StateWeights({**state, name: tensor}), torch.bfloat16, "cpu")

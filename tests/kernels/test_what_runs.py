@@ -586,14 +586,8 @@ def test_plain_runs_nothing_but_what_is_written(monkeypatch):
 
 def test_a_cache_that_is_too_small_is_one_line():
     net = load()
-    refused(
-        r"1 rows of 28 tokens do not fit a cache of 1 rows, 12 slots: make_cache",
-        generate.Generation,
-        generate.Runner(net, net.new_cache(1, 12)),
-        [[1] * 8],
-        20,
-        None,
-    )
+    words = r"1 rows of 28 tokens do not fit a cache of 1 rows, 12 slots: make_cache"
+    refused(words, generate.Generation, generate.Runner(net, net.new_cache(1, 12)), [[1] * 8], 20, None)
 
 
 def test_a_wrapper_without_a_width_is_one_line():

@@ -38,35 +38,24 @@ def test_lanes_have_the_same_neurons_in_int4():
     for lane in range(4):
         expected = (1, [(88 * lane, 88 * (lane + 1))])
         assert all(tp.shard_plan(config, lane, (1,) * 4)["w2"] == expected for config in (int4, plain))
-    refused(
-        "3 lanes cut groups of columns at no multiple of 8 columns of w2: keep w2 as it is",
-        tp.shard_plan,
-        dataclasses.replace(int4, wiring="spd/3"),
-        0,
-        (1,) * 3,
-    )
+    words = "3 lanes cut groups of columns at no multiple of 8 columns of w2: keep w2 as it is"
+    refused(words, tp.shard_plan, dataclasses.replace(int4, wiring="spd/3"), 0, (1,) * 3)
 
 
 @pytest.mark.parametrize(
     "lanes, shares, fit", [(4, (1, 1, 1), "1, 2, 4"), (8, (1, 2), "1, 2, 4, 8"), (2, (1,) * 4, "1, 2")]
 )
 def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares, fit):
-    refused(
-        f"the {lanes} lanes of .* do not fit . ranks: use {fit} ranks of equal shares",
-        lanes_of_rank,
-        dataclasses.replace(BASE, wiring=f"spd/{lanes}"),
-        0,
-        shares,
-    )
+    words = f"the {lanes} lanes of .* do not fit . ranks: use {fit} ranks of equal shares"
+    refused(words, lanes_of_rank, dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
 
 
 def test_quantized_lanes_are_dealt_to_unlike_ranks():
     """What a rank holds is asked for by its shares, too: then, as for the lanes, 8 columns of w2 stay together."""
     config = change(BASE, wiring="spd/4", quant="int4", group_size=32, intermediate_size=256, dim=64, n_heads=8)
     assert tp.shard_plan(config, 0, (2, 1, 1))["w2"] == (1, [(0, 128)])
-    refused(
-        "8 lanes cut groups of columns", tp.shard_plan, change(config, wiring="spd/8", intermediate_size=96), 0, (1, 1)
-    )
+    words = "8 lanes cut groups of columns"
+    refused(words, tp.shard_plan, change(config, wiring="spd/8", intermediate_size=96), 0, (1, 1))
 
 
 @pytest.mark.parametrize("shares, alone", [((1,) * 4, True), ((1, 1), False), ((2, 1, 1), False)])

@@ -309,11 +309,8 @@ def test_larger_sums_go_another_way_and_some_are_refused(pretended):
     assert group.allreduce([torch.ones(2**22 + 1)]) is seen.nccl.allreduce.return_value
     assert group.allreduce([torch.ones(4, dtype=torch.float16)]) is seen.nccl.allreduce.return_value
     for ranks, device in (2, "cpu"), (3, "cuda"):
-        refused(
-            "^--comm one-shot is for 2, 4 or 8 ranks of one node, on GPUs$",
-            one_shot.connect,
-            World(0, ranks, torch.device(device)),
-        )
+        words = "^--comm one-shot is for 2, 4 or 8 ranks of one node, on GPUs$"
+        refused(words, one_shot.connect, World(0, ranks, torch.device(device)))
 
 
 def test_one_shot_sums_are_tried_against_nccls_before_they_are_used(pretended, monkeypatch):

@@ -453,12 +453,8 @@ def test_bad_sources_are_one_clear_line_and_leave_nothing(case, hf_folder, tmp_p
 
 def test_a_pickle_by_itself_is_said_to_be_one(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(100))
-    refused(
-        "pytorch_model.bin is a pickle: transformers makes safetensors of it",
-        convert,
-        tmp_path / "pytorch_model.bin",
-        tmp_path / "ours",
-    )
+    words = "pytorch_model.bin is a pickle: transformers makes safetensors of it"
+    refused(words, convert, tmp_path / "pytorch_model.bin", tmp_path / "ours")
 
 
 def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
@@ -470,20 +466,15 @@ def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
     unwanted = "original/consolidated.00.pth", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin"
     assert not any(fnmatch.fnmatch(name, pattern) for name in unwanted for pattern in asked["allow_patterns"])
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: 1 / 0)
-    refused(
-        "model is not a local folder, and could not be downloaded: division by zero",
-        convert,
-        "someone/model",
-        tmp_path / "other",
-    )
+    words = "model is not a local folder, and could not be downloaded: division by zero"
+    refused(words, convert, "someone/model", tmp_path / "other")
 
 
 def test_a_given_tokenizer_replaces_the_sources_and_must_fit(hf_folder, tmp_path):
     (hf_folder / "tokenizer.json").write_text("not one")
     train_tokenizer(["Once upon a time there was a little dog. "] * 30, 300, file := tmp_path / "large.model")
-    refused(
-        "has 300 tokens, but the model's vocab_size is 131", convert, hf_folder, tmp_path / "ours", "--tokenizer", file
-    )
+    words = "has 300 tokens, but the model's vocab_size is 131"
+    refused(words, convert, hf_folder, tmp_path / "ours", "--tokenizer", file)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, "vocab_size": 300})).save_pretrained(hf_folder)
     convert(hf_folder, tmp_path / "ours", "--tokenizer", file)
     assert (tmp_path / "ours" / "tokenizer.model").read_bytes() == file.read_bytes()

@@ -250,11 +250,8 @@ def test_as_many_ranks_as_llama_3s_are_another_familys_where_a_file_says_so(tikt
 
 def test_a_file_of_ranks_is_not_taken_for_llama_3s(tiktoken_folder, tmp_path):
     """Kimi's splits Han from other letters, and names its own special tokens. Of others neither is known."""
-    refused(
-        "tokenizer.model has 263 ranks, not Llama 3's 128000, nor has it settings",
-        load_tokenizer,
-        tiktoken_folder,
-    )
+    words = "tokenizer.model has 263 ranks, not Llama 3's 128000, nor has it settings"
+    refused(words, load_tokenizer, tiktoken_folder)
     ranks = {bytes([i]): i for i in range(256)}
     for text in "\u6587", "\u4e2d", "\u4e2d\u6587", "\u6587E", "\u4e2d\u6587En", "English", " don't":
         data = text.encode()
