@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import refused
 from configs import BASE
 from helpers import ALONE, randn_bf16, seeded
@@ -121,32 +120,6 @@ def test_a_feed_forward_of_several_forms_is_its_three_products(name):
     for M in (1, 3, 17):
         check_feed_forward(x := randn_bf16(M, K), arguments, bits, *matrices)
     torch.library.opcheck(torch.ops.ladder.feed_forward.default, (x, *arguments, N, K, bits))
-
-
-def test_experts_in_groups_are_those_of_their_numbers():
-    skinny_gemm.build()
-    E, N, K, chosen = 3, 32, 64, torch.tensor([[0, 2], [2, 1], [0, 1], [2, 0]])
-    shapes = (E, N, K), (E, N, K), (E, K, N)
-    stacks = []
-    for i, (_, rows, columns) in enumerate(shapes):
-        each = [in_groups(rows, columns, 16, (-32, 31), seed=10 * i + e) for e in range(E)]
-        stacks.append([torch.stack(tensors) for tensors in zip(*each, strict=True)])
-    forms = [skinny_gemm.form_of(*stack) for stack in stacks]
-    arguments = []
-    for stack, form in zip(stacks, forms, strict=True):
-        out = torch.empty(skinny_gemm.packed_shape(*stack, form), dtype=torch.uint8)
-        arguments.append(skinny_gemm.pack(*stack, out, form))
-    x = randn_bf16(4, K)
-    y = torch.ops.ladder.skinny_gemm_experts(x, chosen, *arguments, N, K, [form.code for form in forms], [])
-    w1, w3, w2 = (in_float64(*stack) for stack in stacks)
-    for t, experts in enumerate(chosen.tolist()):
-        for i, e in enumerate(experts):
-            row = x[t].double()
-            exact = w2[e] @ (F.silu(w1[e] @ row) * (w3[e] @ row))
-            assert (y[t, i].double() - exact).norm() <= 0.01 * exact.norm()
-    linear = quant_linear.QuantLinear((E, N, K), "int8", 16)
-    linear.pack(skinny_gemm.layout_of(forms[0]), packed=arguments[0])
-    assert all(torch.equal(a, b) for a, b in zip(linear.stored(), stacks[0], strict=True))
 
 
 FITTING, CODE = packed(*in_groups(16, 64, 32))
