@@ -282,11 +282,13 @@ class MixtureReference(Reference):
         return x
 
 
-def exact_attention(q, keys, values, mask):
-    """In float64, row by row, head by head and position by position."""
+def exact_attention(q, keys, values, mask, sinks=None):
+    """In float64, row by row, head by head and position by position. sinks (heads): scores of what has no value."""
     out = torch.empty_like(q, dtype=torch.float64)
     for b, k, s in itertools.product(*map(range, q.shape[:3])):
         seen = mask[b, s].nonzero()[:, 0]
         scores = q[b, k, s].double() @ keys[b, k, seen].double().T / q.shape[-1] ** 0.5
-        out[b, k, s] = torch.softmax(scores, -1) @ values[b, k, seen].double()
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().view(-1, q.shape[3], 1)[k]), -1)
+        out[b, k, s] = torch.softmax(scores, -1)[:, : len(seen)] @ values[b, k, seen].double()
     return out
