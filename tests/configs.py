@@ -47,6 +47,8 @@ def change(config, **changes):
     return dataclasses.replace(config, architecture=tuple(own.values()), **changes)
 
 
+UNEQUAL_SHARES = [(3, 1), (5, 2, 1), (1, 4, 2, 2)]
+MANY = {"n_heads": 16, "n_kv_heads": 8, "intermediate_size": 101, "vocab_size": 130}  # enough for these
 LINEAR_SETTINGS = {"key_heads": 5, "value_heads": 10, "key_dim": 8, "value_dim": 12, "conv_width": 4}
 LINEAR_ATTENTION = change(
     BASE, n_heads=12, n_kv_heads=2, norm="rms+1", heads={"qk_norm": True, "gate": True},

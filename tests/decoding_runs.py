@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from helpers import shard
-from running import main_on_ranks, script
+from running import main_on_ranks, run_main, script
 
 import bench
 import generate
@@ -54,7 +54,7 @@ def run_generate(*args, stdin=""):
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         m.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        generate.main([str(arg) for arg in args])
+        run_main(generate, *args)
     return out.getvalue(), err.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""Files that are edited, by hand or by chance, and refused in one line."""
+"""Files that are written or edited, by hand or by chance."""
 
 import contextlib
 import io
@@ -6,22 +6,31 @@ import json
 import random
 import time
 
-import pytest
 from safetensors.torch import load_file, save_file
 
 from ladder.errors import InputError
 
 
-def refused(message, call, *args, **more):
-    """Fail unless the call ends in an InputError of one line with the message."""
-    with pytest.raises(InputError) as caught:
-        call(*args, **more)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value))
+
+
+def read_lines(path):
+    """Return the values of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path, values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
 def edit_config(folder, **changes):
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    write_json(path, {**read_json(path), **changes})
 
 
 def take_state(folder):

@@ -18,9 +18,11 @@ from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.random_weights import RandomWeights
 from ladder.decoding.batch import make_cache
 from ladder.kernels import compilers, registry
+from ladder.ranks.world import World
 from model import Transformer, attend
 
 ROOT = Path(__file__).parent.parent
+ALONE = World(0, 1, torch.device("cpu"))
 compilers.prepare_compile()  # before anything is compiled: Inductor tries once, and remembers, what it can do from here
 
 
@@ -35,12 +37,17 @@ def shared_data(name):
     return path
 
 
+def seeded(seed):
+    """Return a torch.Generator with this seed."""
+    return torch.Generator().manual_seed(seed)
+
+
 def random_model(config, seed=0):
     """A model whose weights are all random, norms and biases too, and large enough that every term matters."""
     net = Transformer(config).eval()
     if config.tie_embeddings:
         net.output.weight = net.tok_embeddings.weight
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         for weight in net.parameters():
             if weight.dim() > 1:
@@ -60,14 +67,20 @@ def train_tokenizer(texts, vocab_size, path):
         )  # fmt: skip
 
 
+def gguf_types(model):
+    """The numbers that GGUF has for the kinds of a SentencePiece model's tokens."""
+    kinds = {2: model.is_unknown, 3: model.is_control, 6: model.is_byte}
+    return [next((n for n, is_kind in kinds.items() if is_kind(i)), 1) for i in range(model.vocab_size())]
+
+
 def randn(*shape, seed=0):
     """torch.randn with a seed of its own."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=seeded(seed))
 
 
 def randn_bf16(*shape):
     """Random numbers in bfloat16; those of unlike shapes differ."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).bfloat16()
+    return torch.randn(shape, generator=seeded(sum(shape)), dtype=torch.float64).bfloat16()
 
 
 class StateWeights:
@@ -107,7 +120,7 @@ def load_random(config, dtype=torch.bfloat16):
 
 def unequal_rows(config, batch=3, length=9, seed=1):
     """(tokens (B, S), lengths (B,)): rows that differ in content and in length, padded on the right."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     tokens = torch.randint(3, config.vocab_size, (batch, length), generator=generator)
     return tokens, torch.arange(length, length - batch, -1)
 
@@ -131,6 +144,11 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
 def rank_logits(world, config, state=None, dtype=torch.float32, **how):
     """last_logits of a rank's shard, or without a world of the whole model, for unequal rows."""
     return last_logits(shard(config, world, dtype, state), *unequal_rows(config), **how)
+
+
+def load_folder(folder):
+    """The whole model of a checkpoint folder, in float32."""
+    return tp.load_shard(checkpoint.read_config(folder), checkpoint.Weights(folder), torch.float32, "cpu")
 
 
 def folder_logits(world, folder, prompt=None, how=None):
@@ -171,6 +189,11 @@ def plain_only():
         for function, kernels in before:
             function.kernels = kernels
             registry.used[function] = None
+
+
+def second_best(logits, comm, sampler):
+    """An edit of generate.sample."""
+    return comm.gather_logits(logits).topk(2).indices[:, 1]
 
 
 @contextlib.contextmanager
@@ -230,7 +253,7 @@ def check_split_attention(count, window, T, device, sinks=None):
     from ladder.architectures.heads import attend_with_sinks
     from ladder.kernels.gpu.split_attention import KEY_BLOCK, split_attend  # imports the compiler
 
-    generator, starts = torch.Generator().manual_seed(0), torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
+    generator, starts = seeded(0), torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
     q = torch.randn(5, 2, 4, count, 16, generator=generator)
     k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
     positions, keys = starts + torch.arange(count), torch.arange(T)

@@ -1,15 +1,15 @@
 """Small models of transformers, their Hugging Face folders, and what the converter makes of these."""
 
 import copy
-import json
 
 import torch
 import transformers
-from helpers import last_logits
+from file_edits import read_json, write_json
+from helpers import last_logits, load_folder, seeded
+from running import run_main
 
 import convert_hf_checkpoint
 import generate
-import tp
 from generate import Runner
 from ladder.checkpoints import checkpoint
 from ladder.decoding.batch import Sampler
@@ -127,18 +127,22 @@ def randomize_vectors(net):
 
 def config_from_values(folder, values):
     """Return our Config of a folder that gets a config.json of these values."""
-    (folder / "config.json").write_text(json.dumps(values))
+    write_json(folder / "config.json", values)
     return config_from_hf(folder / "config.json")
 
 
 def convert(source, out, *args):
     """Run the converter and return its model on one device, in float32."""
-    convert_hf_checkpoint.main([str(source), "--out", str(out), *map(str, args)])
-    config = checkpoint.read_config(out)
-    return tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")
+    run_main(convert_hf_checkpoint, source, "--out", out, *args)
+    return load_folder(out)
 
 
-TOKENS = torch.randint(3, 131, (3, 20), generator=torch.Generator().manual_seed(5))
+def convert_hf(folder, name, *args):
+    """Convert folder/hf to folder/name."""
+    return convert(folder / "hf", folder / name, *args)
+
+
+TOKENS = torch.randint(3, 131, (3, 20), generator=seeded(5))
 LENGTHS = torch.tensor([20, 17, 12])
 
 
@@ -167,7 +171,7 @@ def check_greedy(ours, theirs):
 def as_on_the_hub(folder):
     """Rewrite a config.json of transformers 5 in the form that most of the hub's have."""
     path = folder / "config.json"
-    hf = json.loads(path.read_text())
+    hf = read_json(path)
     rope = hf.pop("rope_parameters")
     if "full_attention" in rope:
         near, rope = rope["sliding_attention"], rope["full_attention"]
@@ -177,13 +181,13 @@ def as_on_the_hub(folder):
     hf |= {key: rope.pop(key) for key in ["partial_rotary_factor"] if key in rope}
     hf["rope_scaling"] = rope if rope["rope_type"] != "default" else None
     hf["torch_dtype"] = hf.pop("dtype")
-    path.write_text(json.dumps(hf))
+    write_json(path, hf)
 
 
 def check_family(theirs, folder, greedy=True):
     """Save a model of transformers as folder/hf, convert that to folder/ours, and compare; returns our model."""
     theirs.save_pretrained(folder / "hf")
-    ours = convert(folder / "hf", folder / "ours")
+    ours = convert_hf(folder, "ours")
     check_parity(ours, theirs)
     if greedy:
         check_greedy(ours, theirs)

@@ -5,10 +5,7 @@ lie in such a folder, each linear (L, out, in).
 """
 
 import numpy as np
-
-
-def rms_norm(x, scale, eps):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+from reference import rms_norm
 
 
 def frequencies(hf, H):

@@ -4,11 +4,25 @@ import functools
 
 import torch
 from configs import BASE, change
-from helpers import last_logits, random_model, rank_logits, shard, unequal_rows
+from helpers import counted_kernels, last_logits, load_random, random_model, rank_logits, seeded, shard, unequal_rows
 from reference import Reference
 from running import run_ranks
 
 import tp
+from ladder.kernels import compiling
+
+
+def check_few_rows_in_bfloat16(config):
+    """A step with kernels is about as near to float32 as one without; returns that model and its kernels' counts."""
+    dtypes = torch.float32, torch.bfloat16, torch.bfloat16
+    nets = [load_random(config, dtype) for dtype in dtypes]
+    with torch.inference_mode():
+        exact, plain = (last_logits(net, *unequal_rows(config)).float() for net in nets[:2])
+        compiling.use_decode_kernels(nets[2])
+        with counted_kernels() as counts:
+            fast = last_logits(nets[2], *unequal_rows(config)).float()
+    assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
+    return nets[2], counts
 
 
 def check_against_the_reference(config, reference=Reference, **compile):
@@ -58,7 +72,7 @@ def check_ranks_against_the_reference(shares, cases, **how):
 
 def long_memory(config):
     """A random_model whose layers of linear attention, if it has some, remember far more than random ones."""
-    net, generator = random_model(config), torch.Generator().manual_seed(0)
+    net, generator = random_model(config), seeded(0)
     for name, parameter in net.named_parameters():
         if name.endswith("A_log"):
             torch.nn.init.uniform_(parameter, -5, 0, generator)

@@ -1,10 +1,10 @@
 """Hugging Face folders of quantized matrices: each format laid out by hand, and what its numbers mean in float64."""
 
-import json
 import math
 
 import numpy as np
 import torch
+from file_edits import write_json
 from safetensors.torch import save_file
 
 
@@ -31,9 +31,10 @@ def int32(words):
 
 
 def packed(values, places):
-    """(rows, M) whole numbers -> (rows, M / 8) words, number places[i] of eight in the i-th nibble."""
-    eights = values.reshape(len(values), -1, 8).astype(np.int64)
-    return int32(sum(eights[:, :, place] << 4 * i for i, place in enumerate(places)))
+    """Whole numbers (rows, M) -> words (rows, M / n) of n parts, of which part i is number places[i] of n."""
+    n = len(places)
+    groups = values.reshape(len(values), -1, n).astype(np.int64)
+    return int32(sum(groups[:, :, place] << 32 // n * i for i, place in enumerate(places)))
 
 
 def awq(w, seed):
@@ -61,10 +62,8 @@ def gptq_in_8_bits(w, seed, columns=None, symmetric=True):
     z = np.full(s.shape, 128) if symmetric else 100 + np.arange(s.size).reshape(s.shape) % 56
     q = np.round(groups / s[..., None] + z[..., None]).clip(1, 255).astype(int).reshape(N, K)
 
-    def words(values):
-        return int32(sum(values.reshape(len(values), -1, 4)[:, :, i].astype(np.int64) << 8 * i for i in range(4)))
-
-    parts = {"qweight": words(q).T.contiguous(), "qzeros": words(z.T - 1), "scales": torch.from_numpy(s.T.copy())}
+    parts = {"qweight": packed(q, range(4)).T.contiguous(), "qzeros": packed(z.T - 1, range(4))}
+    parts |= {"scales": torch.from_numpy(s.T.copy())}
     return parts, exact(q, s, z), q - 128
 
 
@@ -140,7 +139,7 @@ def write_quantized(folder, theirs, make, settings, chosen=lambda name: name.end
             elif name != "lm_head.weight" or not theirs.config.tie_word_embeddings:
                 state[name] = w.clone()
     save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": settings}))
+    write_json(folder / "config.json", {**values, "quantization_config": settings})
     return integers
 
 

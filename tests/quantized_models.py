@@ -11,12 +11,13 @@ from helpers import (
     randn,
     random_model,
     rank_logits,
+    seeded,
     shard,
     unequal_rows,
     write_model,
 )
 from reference import Reference
-from running import run_ranks
+from running import run_main, run_ranks
 from safetensors.torch import load_file
 
 import quantize
@@ -64,21 +65,24 @@ def _quantized_state(config):
     return state
 
 
+def in_float64(weight, scales, zeros=None):
+    """What integers stand for, written independently: number by number of the definition."""
+    if weight.dtype == torch.uint8:  # the even column in the lower half
+        weight = torch.stack([weight[..., k // 2] >> 4 * (k % 2) & 15 for k in range(2 * weight.shape[-1])], -1)
+    group = [k * scales.shape[-1] // weight.shape[-1] for k in range(weight.shape[-1])]
+    w = weight.double() * scales.double()[..., group]
+    return w if zeros is None else w + zeros.double()[..., group]
+
+
 def dequantized_state(state):
-    """What quantized tensors stand for in float64, written independently: number by number of the definition."""
+    """What quantized tensors stand for in float64."""
     result = {}
     for name, tensor in state.items():
         path, _, last = name.rpartition(".")
         if last == "bias" or f"{path}.scales" not in state:
             result[name] = tensor.double()
-        if last != "weight" or f"{path}.scales" not in state:
-            continue
-        q, scales, zeros = tensor, state[f"{path}.scales"], state.get(f"{path}.zeros")
-        if q.dtype == torch.uint8:  # the even column in the lower half
-            q = torch.stack([q[..., k // 2] >> 4 * (k % 2) & 15 for k in range(2 * q.shape[-1])], -1)
-        group = [k * scales.shape[-1] // q.shape[-1] for k in range(q.shape[-1])]
-        w = q.double() * scales.double()[..., group]
-        result[name] = w if zeros is None else w + zeros.double()[..., group]
+        elif last == "weight":
+            result[name] = in_float64(tensor, state[f"{path}.scales"], state.get(f"{path}.zeros"))
     return result
 
 
@@ -94,7 +98,7 @@ E4M3_VALUES = torch.tensor(sorted(map(e4m3_value, E4M3_BITS)), dtype=torch.float
 
 def random_integers(N, K, size, seed=0):
     """weight, scales, zeros with the extremes of their range among them. Some sizes have scales in float16."""
-    generator = torch.Generator().manual_seed(N + K + seed)
+    generator = seeded(N + K + seed)
     if size is None:
         weight = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
         weight[0] = 127
@@ -135,7 +139,7 @@ def check_quantized_twin(config, exact, mode, ranks, tmp_path):
     """Quantize the tensors `exact`; the logits of ranks are those of the integers as floats. Returns their names."""
     write_model(tmp_path / "float", config, exact)
     options = ["--group-size", "32"] if mode == "int4" else []
-    quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
+    run_main(quantize, "--checkpoint", tmp_path / "float", "--mode", mode, *options, "--out", tmp_path / mode)
     own = checkpoint.read_config(tmp_path / mode)
     state = load_file(tmp_path / mode / "model.safetensors")
     expected = rank_logits(None, config, dequantized_state(state))

@@ -87,22 +87,26 @@ class Reference:
             return layer_norm(x, weight, eps, self.w[name + ".bias"])
         return rms_norm(x, weight + (self.c.norm == "rms+1"), eps)
 
+    def read(self, x, norm):
+        """What a sublayer takes of the stream."""
+        postnorm = self.c.find(PostNorm)
+        return self.norm(x, norm) if not postnorm or postnorm.input_norms else x
+
     def attention(self, layer, x, shard, norm="attention_norm"):
         c, w, heads = self.c, self.w, heads_of(self.c)
         H, G, p = c.head_dim, c.n_heads // c.n_kv_heads, f"layers.{layer}."
-        x = self.norm(x, p + norm) if not c.find(PostNorm) or c.find(PostNorm).input_norms else x
-        qkv = x @ w[p + "attention.wqkv.weight"].T
+        qkv = self.read(x, p + norm) @ w[p + "attention.wqkv.weight"].T
         if c.qkv_bias:
             qkv = qkv + w[p + "attention.wqkv.bias"]
         windowed = layer in heads.window_layers
         angles, out = rope_angles(c, len(x), windowed), 0.0
         factor = 1 if windowed and heads.window_rope_theta else (c.rope_scaling or {}).get("attention_factor", 1)
         if heads.whole_qk_norm:
-            shape = len(x), c.n_kv_heads, G + 2, H
-            q, k = qkv.reshape(shape)[:, :, :G].reshape(len(x), -1), qkv.reshape(shape)[:, :, G].reshape(len(x), -1)
-            q, k = self.norm(q, p + "attention.q_norm"), self.norm(k, p + "attention.k_norm")
-            heads_of_q, heads_of_k = q.reshape(shape[0], c.n_kv_heads, G, H), k.reshape(shape[0], c.n_kv_heads, 1, H)
-            qkv = np.concatenate([heads_of_q, heads_of_k, qkv.reshape(shape)[:, :, G + 1 :]], 2).reshape(len(x), -1)
+            grouped = qkv.reshape(len(x), c.n_kv_heads, G + 2, H)
+            for letter, of_all in ("q", grouped[:, :, :G]), ("k", grouped[:, :, G]):
+                normed = self.norm(of_all.reshape(len(x), -1), f"{p}attention.{letter}_norm")
+                of_all[:] = normed.reshape(of_all.shape)
+            qkv = grouped.reshape(len(x), -1)
         for head in range(*shard[0]):
             group = qkv[:, head // G * (G + 2) * H :][:, : (G + 2) * H]
             q, k, v = group[:, head % G * H :][:, :H], group[:, G * H : (G + 1) * H], group[:, (G + 1) * H :]
@@ -129,7 +133,7 @@ class Reference:
 
     def mlp(self, layer, x, shard, norm="ffn_norm"):
         w, p, (a, b) = self.w, f"layers.{layer}.", shard[1]
-        x = self.norm(x, p + norm) if not self.c.find(PostNorm) or self.c.find(PostNorm).input_norms else x
+        x = self.read(x, p + norm)
         gate, up = x @ w[p + "feed_forward.w1.weight"][a:b].T, x @ w[p + "feed_forward.w3.weight"][a:b].T
         if self.c.mlp_bias:
             gate, up = gate + w[p + "feed_forward.w1.bias"][a:b], up + w[p + "feed_forward.w3.bias"][a:b]
@@ -265,10 +269,8 @@ class MixtureReference(Reference):
         """The stream x; y is x without the routed experts of the layer before, and after a dense layer all of x."""
         x, y, layers = x0, x0, self.wiring()[1]
         for layer in range(self.c.n_layers):
-            p, is_early = (
-                f"layers.{layer}.",
-                [layer in layers and f"-{skip}" not in self.c.wiring for skip in ("mlp", "attention")],
-            )
+            p = f"layers.{layer}."
+            is_early = [layer in layers and f"-{skip}" not in self.c.wiring for skip in ("mlp", "attention")]
             a = self.attention(layer, y if is_early[0] else x, self.shards[0])
             read = x if is_early[1] else x + a
             if layer in self.mixture.dense_layers:
@@ -280,11 +282,13 @@ class MixtureReference(Reference):
         return x
 
 
-def exact_attention(q, keys, values, mask):
-    """In float64, row by row, head by head and position by position."""
+def exact_attention(q, keys, values, mask, sinks=None):
+    """In float64, row by row, head by head and position by position. sinks (heads): scores of what has no value."""
     out = torch.empty_like(q, dtype=torch.float64)
     for b, k, s in itertools.product(*map(range, q.shape[:3])):
         seen = mask[b, s].nonzero()[:, 0]
         scores = q[b, k, s].double() @ keys[b, k, seen].double().T / q.shape[-1] ** 0.5
-        out[b, k, s] = torch.softmax(scores, -1) @ values[b, k, seen].double()
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().view(-1, q.shape[3], 1)[k]), -1)
+        out[b, k, s] = torch.softmax(scores, -1)[:, : len(seen)] @ values[b, k, seen].double()
     return out

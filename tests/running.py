@@ -129,6 +129,16 @@ def command(name, *args, ranks=1):
     return words
 
 
+def run_main(script, *args):
+    """Run the main of a script in this process, with texts, numbers and paths as its flags."""
+    script.main([str(arg) for arg in args])
+
+
+def run_python(*words, cwd=ROOT, **how):
+    """Run Python with these words behind its name; returns the finished process with its output as text."""
+    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, **how)
+
+
 def script(name, *args, ranks=1, timeout=HANGS, stdin="", **environment):
     """Run a script of the project as a user would; returns the finished process with its output as text."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -9,16 +10,15 @@ import sys
 import time
 
 import pytest
-import torch
+from cases import refused, slow_case
 from decoding_runs import bench_flags, cell_texts
-from helpers import ROOT
+from file_edits import read_lines
+from helpers import ALONE, ROOT
 from running import HANGS, main_on_ranks, run_ranks
 
 import bench
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
-from ladder.errors import InputError
-from ladder.ranks.world import World
 
 WIRINGS = ["standard", "ladder", "parallel-ladder", "spd", "upper-bound"]
 
@@ -26,8 +26,8 @@ WIRINGS = ["standard", "ladder", "parallel-ladder", "spd", "upper-bound"]
 # ---- The cells -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [[], pytest.param(["--compile"], marks=pytest.mark.slow, id="compiled")])
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3))])
+@pytest.mark.parametrize("how", [[], slow_case(["--compile"], id="compiled")])
+@pytest.mark.parametrize("ranks", [1, *(slow_case(ranks) for ranks in (2, 3))])
 def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny):
     names = WIRINGS[:3] if how else WIRINGS
     words = bench_flags(tiny, "--batch", 1, 2, "--dtype", "float32", *how, "--wiring", *names)
@@ -40,7 +40,7 @@ def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny)
 
 def test_wirings_share_one_set_of_weights(tiny):
     names = ["parallel", "standard", "spd/2"]
-    args, world = bench.parse(bench_flags(tiny, "--wiring", *names)), World(0, 1, torch.device("cpu"))
+    args, world = bench.parse(bench_flags(tiny, "--wiring", *names)), ALONE
     models = bench.load_models(flags.read_config(args)[1], names, args, world)
     assert [(name, model.config.wiring) for name, model in models.items()] == [(name, name) for name in names]
     firsts = [getattr(model, "lanes", [model])[0] for model in models.values()]
@@ -52,7 +52,7 @@ def test_ranks_append_a_line_for_each_cell(tiny, tmp_path):
     out = tmp_path / "out.jsonl"
     words = bench_flags(tiny, "--batch", 2, 1, "--wiring", "standard", "ladder", "--eager", "--json", out)
     (shown, said), (nothing, _) = main_on_ranks(2, bench.main, *words)
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = read_lines(out)
     assert [(line["wiring"], line["batch"]) for line in lines] == [(w, b) for w in WIRINGS[:2] for b in (2, 1)]
     first, *_, last = lines
     assert first["tp"] == 2 and len(first["bandwidth"]) == 2 and first.keys() >= {"torch", "commit", "hardware"}
@@ -115,9 +115,7 @@ def test_speedups_are_paired_by_round_and_told_from_noise():
 def test_bad_flags_are_one_line_before_any_rank_starts(words, message, monkeypatch):
     monkeypatch.setattr(bench, "start", lambda *_: pytest.fail("started"))
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(InputError) as e:
-        bench.main(shlex.split(words))
-    assert message in str(e.value) and "\n" not in str(e.value)
+    refused(re.escape(message), bench.main, shlex.split(words))
 
 
 def test_the_ranks_start_once_for_each_number(monkeypatch):
@@ -177,7 +175,7 @@ def test_a_real_sweep_of_the_demo(tmp_path):
     process = shell(tmp_path / "work", *words, PYTHON=sys.executable)
     out, err = process.communicate(timeout=10 * HANGS)
     assert process.returncode == 0, err
-    lines = [json.loads(line) for line in (tmp_path / "work" / "bench.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "work" / "bench.jsonl")
     assert [line["tp"] for line in lines] == [1, 1, 2, 2, 2, 2] and not lines[0]["compiled"]
     assert [line["threads"] for line in lines[1:3]] == [bench.available_cores(), max(1, bench.available_cores() // 2)]
     assert [" ".join(bench.tables(some).split()) in " ".join(out.split()) for some in (lines[:2], lines[2:])] == [

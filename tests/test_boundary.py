@@ -3,10 +3,11 @@
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
+from cases import slow_case
 from helpers import ROOT
+from running import run_python
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("extras/*/__init__.py"))
 DEMO = ["generate.py", "--checkpoint", "demo", "--prompt", "Once upon a time", "--max-new-tokens", "8"]
@@ -26,7 +27,7 @@ def core_tests():
     return [str(path) for path in tests]
 
 
-@pytest.mark.parametrize("folder", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in FOLDERS)])
+@pytest.mark.parametrize("folder", [None, *(slow_case(name) for name in FOLDERS)])
 def test_the_core_runs_without(folder, tmp_path):
     """Without the folder or, for None, without all of extras/."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -38,7 +39,7 @@ def test_the_core_runs_without(folder, tmp_path):
             shutil.copy(ROOT / name, tmp_path / name)
 
     def run(*command):
-        return subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
+        return run_python(*command, cwd=tmp_path)
 
     alone, ranks = run(*DEMO), run(*TWO_RANKS, *DEMO)
     assert (alone.returncode, ranks.returncode) == (0, 0), alone.stderr + ranks.stderr

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
+from cases import refused
 from helpers import ROOT
 
 from ladder import cgroups, memory
-from ladder.errors import InputError
 
 V1 = {
     "cpu": "30 23 0:29 {root} /sys/fs/cgroup/cpu,cpuacct rw shared:9 - cgroup cgroup rw,cpu,cpuacct",
@@ -95,5 +95,4 @@ def test_threads_are_no_more_than_cpus(cpus, local, variable, expected, monkeypa
     assert threads[-1] == expected and (expected < 8) == (len(threads) > 1)
     monkeypatch.delenv("OMP_NUM_THREADS", False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
-    with pytest.raises(InputError, match="^LOCAL_WORLD_SIZE='two' in the environment: a launcher gives whole numbers$"):
-        cgroups.limit_threads()
+    refused("^LOCAL_WORLD_SIZE='two' in the environment: a launcher gives whole numbers$", cgroups.limit_threads)

@@ -6,30 +6,28 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from cases import refused
 from configs import BASE
+from file_edits import read_lines
 from helpers import ROOT, random_model, shard, train_tokenizer, unequal_rows
 from reference import Reference
-from running import main_on_ranks, run_ranks
+from running import main_on_ranks, run_main, run_ranks
 
 import eval as evaluate
 from complete import load
 from ladder import scoring
 from ladder.checkpoints import checkpoint, writing
-from ladder.errors import InputError
 from ladder.text.tokenizer import load_tokenizer
 
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
-
-
-def log_softmax(x):
-    return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
 
 
 def naive(net, ids, size, stride):
     """(log p over the vocabulary (n, V), tokens (n,)) of all tokens of ids but the first, a window at a time."""
     reference, rows, tokens = Reference(net.config, net.state_dict()), [], []
     for start, stop, first in scoring.windows(len(ids), size, stride):
-        logits = log_softmax(reference.logits(ids[start:stop]))
+        logits = torch.from_numpy(reference.logits(ids[start:stop])).log_softmax(-1).numpy()
         rows += [logits[i - 1 - start] for i in range(first, stop)]
         tokens += ids[first:stop]
     return np.stack(rows), np.array(tokens)
@@ -107,7 +105,7 @@ def text(tmp_path):
 def evaluated(capsys, *flags, ranks=1):
     """(the line, what was said) of eval.py; of several ranks only the first prints."""
     if ranks == 1:
-        evaluate.main([str(flag) for flag in flags])
+        run_main(evaluate, *flags)
         out, err = capsys.readouterr()
     else:
         (out, err), *others = main_on_ranks(ranks, evaluate.main, *flags)
@@ -131,7 +129,7 @@ def test_documents_are_scored_each_alone_with_any_tp(tiny, tmp_path, capsys):
         assert together["nats_per_token"] * n_tokens == pytest.approx(nats, rel=1e-5)
         assert together["bytes"] == sum(map(len, texts))
         assert together["bits_per_byte"] == pytest.approx(nats / math.log(2) / together["bytes"], rel=1e-5)
-    assert [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()] == lines
+    assert read_lines(tmp_path / "out") == lines
 
 
 def test_compare_two_wirings_with_any_tp(tiny, text, capsys):
@@ -158,5 +156,5 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
     writing.write_config(tmp_path, checkpoint.read_config(tiny))
     train_tokenizer(["The cat sat on the mat, and a mouse ran over it. "] * 30, 300, tmp_path / "tokenizer.model")
     for model, difference in (ROOT / "demo", "of 300 tokens, and the model's 1,024"), (tmp_path, "token"):
-        with pytest.raises(InputError, match=rf"--compare \S+ has another vocabulary.* {difference}"):
-            evaluate.main(["--checkpoint", str(model), "--text", str(text), "--compare", str(tiny)])
+        words = rf"--compare \S+ has another vocabulary.* {difference}"
+        refused(words, run_main, evaluate, "--checkpoint", model, "--text", text, "--compare", tiny)

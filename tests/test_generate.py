@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -15,22 +15,25 @@ import time
 
 import pytest
 import torch
+from cases import refused, slow_case
 from configs import BASE, YARN, change
 from decoding_runs import generate_json, run_generate
-from file_edits import change_tensors, edit_config, edit_state, refused
+from file_edits import change_tensors, edit_config, edit_state, read_json, write_json
 from helpers import (
+    ALONE,
     ROOT,
     counted_kernels,
     greedy_tokens,
     naive,
     p_value,
     random_model,
+    seeded,
     shard,
     stop_using_kernels,
     unequal_rows,
     write_model,
 )
-from running import HANGS, call_main, command, free_port, run_ranks, script
+from running import HANGS, call_main, command, free_port, run_main, run_ranks, script
 
 import eval
 import generate
@@ -44,7 +47,6 @@ from ladder.decoding import fast_sampling
 from ladder.decoding.batch import SINGLE_DEVICE, Sampler, make_cache, round_up
 from ladder.errors import InputError
 from ladder.kernels import registry
-from ladder.ranks.world import World
 from ladder.text.tokenizer import load_tokenizer
 from model import SingleDevice
 
@@ -79,8 +81,8 @@ def greedy(tiny):
 MAIN = [
     (1, "standard", ["--batch", "6"], False), (1, "ladder", ["--compile"], False), (2, "standard", [], False),
     (2, "standard", ["--shares", "4,1"], True), (3, "ladder", [], False), (4, "ladder", [], False),
-    pytest.param(1, "ladder", ["--compile", "all"], False, marks=pytest.mark.slow),
-    pytest.param(2, "ladder", ["--compile"], True, marks=pytest.mark.slow),
+    slow_case(1, "ladder", ["--compile", "all"], False),
+    slow_case(2, "ladder", ["--compile"], True),
 ]  # fmt: skip
 
 
@@ -140,15 +142,12 @@ def test_the_functions_of_a_notebook(tiny, greedy):
     assert drawn[0] == drawn[1] != drawn[2]
     ladder, _ = load(tiny, dtype="bfloat16", wiring="ladder")
     assert ladder.config.wiring == "ladder" and ladder.norm.weight.dtype == torch.bfloat16
-    with pytest.raises(InputError, match="leaves no room in the context of 64"):
-        complete(model, tokenizer, ["dog " * 90])
+    refused("leaves no room in the context of 64", complete, model, tokenizer, ["dog " * 90])
     for prompts, line in ("a", " is one text"), ([], " is empty"), (["a", ""], r"\[1\] is an empty text"):
-        with pytest.raises(InputError, match=f"prompts{line}"):
-            complete(model, tokenizer, prompts)
+        refused(f"prompts{line}", complete, model, tokenizer, prompts)
     bad = {"draft": "ngrm", "max_new_tokens": 3.5, "proposals": 0, "temperature": None, "stream": "no"}
     for name, value in bad.items():
-        with pytest.raises(InputError, match=f"^{name} is {value!r} but must be "):
-            complete(model, tokenizer, ["a"], **{name: value})
+        refused(f"^{name} is {value!r} but must be ", complete, model, tokenizer, ["a"], **{name: value})
 
 
 def unlike(world, folder, other):
@@ -168,9 +167,7 @@ def unlike(world, folder, other):
             except InputError as e:
                 texts.append(str(e))
         for way in {"folder": other}, {"wiring": "ladder"}, {"dtype": "bfloat16"}:
-            with pytest.raises(InputError) as error:
-                load(**{"folder": folder} | (way if world.rank else {}))
-            texts.append(str(error.value))
+            texts.append(refused("not started alike", load, **{"folder": folder} | (way if world.rank else {})))
     return texts
 
 
@@ -230,17 +227,17 @@ def test_step_bytes_are_the_weights_and_the_cache(tiny, out):
 def test_a_config_json_gets_random_weights(tmp_path, out):
     values = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     values |= {"intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64}
-    (tmp_path / "tiny.json").write_text(json.dumps(values))
+    write_json(tmp_path / "tiny.json", values)
     name = str(tmp_path / "tiny.json")
     args = ["--model", f"{name}:2", "--ladder", "--prompt-length", "5", "--max-new-tokens", "4", "--json", out]
     printed, said = run_generate(*args)
-    result = json.loads(out.read_text())
+    result = read_json(out)
     assert (result["model"], result["wiring"], result["dtype"], result["texts"]) == (name, "ladder", "bfloat16", None)
     assert "tiny.json, 2 layers, ladder" in said
     assert printed == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, slow_case(2)])
 def test_a_line_typed_meanwhile_stops_an_answer(ranks, tiny, tmp_path):
     """It is typed at the third decode step of the first answer, and is the next message."""
     keyboard, terminal = pty.openpty()
@@ -288,7 +285,7 @@ CHAT = {"chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{%
 
 
 def test_a_chat_is_reset_and_shows_answers_alone(copy):
-    (copy / "tokenizer_config.json").write_text(json.dumps(CHAT))
+    write_json(copy / "tokenizer_config.json", CHAT)
     flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "4", "--chat", "Be brief."]
     first, second = run_generate(*flags, stdin="a\n/reset\na\n")[0].splitlines()
     printed, said = run_generate(*flags, stdin="a\na\n")
@@ -297,9 +294,9 @@ def test_a_chat_is_reset_and_shows_answers_alone(copy):
     assert run_generate(*flags, "--prompt", "a", "--batch", "2")[0] == f"--- {first}\n" * 2
 
 
-@pytest.mark.parametrize("flags", [[], pytest.param(["--compile", "all"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", [[], slow_case(["--compile", "all"])])
 def test_a_chat_with_a_template_and_a_full_context(copy, flags):
-    (copy / "tokenizer_config.json").write_text(json.dumps(CHAT))
+    write_json(copy / "tokenizer_config.json", CHAT)
     flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "2", "--chat", *flags]
     printed, said = run_generate(*flags, stdin="a\nb\na\na\n")
     texts = printed.split("\n")
@@ -355,7 +352,7 @@ def test_two_nodes(tiny, greedy, out):
     assert [node.returncode for node in nodes] == [0, 0], errors
     met = b"all 2 ranks have met; what they compute is printed at 127.0.0.1"
     assert [met in text for text in errors] == [True, False]
-    assert json.loads(out.read_text())["tokens"] == [greedy("ladder")[0]]
+    assert read_json(out)["tokens"] == [greedy("ladder")[0]]
 
 
 def test_from_a_clone_of_any_name_nothing_is_written_to_it(tmp_path):
@@ -386,7 +383,7 @@ def chosen_by(way, logits, seed=3, comm=SINGLE_DEVICE):
 
 def hard_to_choose(vocab_size):
     """Logits whose largest ones are equal, few, many, and all of them alike."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     few = 9 * torch.rand(2, vocab_size, generator=generator) ** 9
     equal = torch.randint(3, (2, vocab_size), generator=generator).float()
     return torch.cat((few, equal, few.roll(5) / 50, torch.zeros(2, vocab_size)))
@@ -404,6 +401,17 @@ def test_many_ids_are_drawn_as_often_as_they_are_likely(settings):
         assert p_value([(counts.tolist(), naive(logits.double(), *settings))]) > 1e-4
 
 
+def own_logits(world, logits, kernel):
+    """(A rank's collectives, its part of these logits), with or without the kernel that stands in for sample."""
+    stop_using_kernels()
+    if kernel:
+        registry.use([fast_sampling.KERNEL])
+    assert fast_sampling.is_in_use() == kernel
+    config = dataclasses.replace(BASE, vocab_size=logits.shape[-1])
+    comm = SingleDevice() if world.alone else tp.TensorParallel(config, world.shares, world.group)
+    return comm, logits[..., slice(*tp.vocab_range(logits.shape[-1], world.rank, world.shares))]
+
+
 def samplers_of(n):
     """Samplers of all kinds, each with settings and a seed of its own."""
     return [Sampler(*way[:3], i, "cpu", *way[3:]) for i, way in zip(range(n), itertools.cycle(WAYS))]  # noqa: B905
@@ -411,14 +419,9 @@ def samplers_of(n):
 
 def sampled_together(world, logits, kernel=True):
     """What Samplers choose together in some steps, given this rank's part of the logits; how often they gathered."""
-    stop_using_kernels()
-    if kernel:
-        registry.use([fast_sampling.KERNEL])
-    config = dataclasses.replace(BASE, vocab_size=logits.shape[-1])
-    comm = SingleDevice() if world.alone else tp.TensorParallel(config, world.shares, world.group)
+    comm, parts = own_logits(world, logits, kernel)
     samplers, gathers, gather = samplers_of(logits.shape[1]), [], comm.all_gather
     comm.all_gather = lambda x: gathers.append(x) or gather(x)
-    parts = logits[..., slice(*tp.vocab_range(logits.shape[-1], world.rank, world.shares))]
     return [sample_rows(samplers, part, comm).tolist() for part in parts], len(gathers)
 
 
@@ -446,13 +449,7 @@ def test_rows_that_are_sampled_together_gather_once():
 
 def chosen(world, logits, gathers=True, kernel=True):
     """What each way of WAYS chooses, given this rank's part of the logits, by the kernel or by sample as written."""
-    stop_using_kernels()
-    if kernel:
-        registry.use([fast_sampling.KERNEL])
-    assert fast_sampling.is_in_use() == kernel
-    config = dataclasses.replace(BASE, vocab_size=logits.shape[1])
-    comm = SingleDevice() if world.alone else tp.TensorParallel(config, world.shares, world.group)
-    part = logits[:, slice(*tp.vocab_range(logits.shape[1], world.rank, world.shares))]
+    comm, part = own_logits(world, logits, kernel)
     assert torch.equal(comm.gather_logits(part), logits) or logits.isnan().any()
     if not gathers:
         comm.gather_logits = None
@@ -479,7 +476,7 @@ def test_every_number_of_ranks_chooses_alike_and_marks_rows_that_are_not_finite(
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_kernel_draws_what_sample_draws_time_and_again(way, dtype):
     """Of one generator, in steps of many unequal rows, with the vocabulary of a small model."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     steps = (3 * torch.randn(5, 40, 2003, generator=generator)).to(dtype)
     steps[:, ::3] *= torch.rand(5, 14, 1, generator=generator)
 
@@ -555,18 +552,17 @@ def test_a_prompt_that_names_a_file_is_a_text_and_one_line_says_how_to_read_the_
 def test_a_long_prompt_leaves_its_neighbours_their_own_end(tiny, out):
     """Of a context of 64 tokens, each row ends at --max-new-tokens or at 64, as it does alone."""
     prompts, flags = ["ids:5", f"ids:{','.join(['5', '9'] * 31)}"], ["--temperature", "0", "--max-new-tokens", "40"]
-    both, _, said = generate_json(tiny, *flags, "--prompt", prompts[0], "--prompt", prompts[1], out=out)
+    flags_of_both = [*flags, "--prompt", prompts[0], "--prompt", prompts[1]]
+    both, _, said = generate_json(tiny, *flags_of_both, out=out)
     assert "--max-new-tokens 40: the context of 64 has room for 2 after a prompt of 62 tokens\n" in said
     alone = [generate_json(tiny, *flags, "--prompt", prompt, out=out) for prompt in prompts]
     assert [result["tokens"][0] for result, *_ in alone] == both["tokens"]
     assert [*map(len, both["tokens"])] == [40, 2] and "--max-new-tokens 40" not in alone[0][2]
-    drafted, *_ = generate_json(
-        tiny, *flags, "--prompt", prompts[0], "--prompt", prompts[1], "--draft", "ngram", out=out
-    )
+    drafted, *_ = generate_json(tiny, *flags_of_both, "--draft", "ngram", out=out)
     assert drafted["tokens"] == both["tokens"]
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compile", [False, slow_case(True)], ids=["eager", "compiled"])
 def test_decode_reads_only_the_filled_slots_with_one_graph(compile, monkeypatch):
     """What is beyond them holds NaN, which a mask would not keep out of a sum."""
     net = random_model(change(BASE, n_layers=2, heads={"sliding_window": 11, "window_layers": (1,)}))
@@ -624,11 +620,9 @@ def test_an_overflow_of_float16_is_named(tmp_path):
     state["layers.1.feed_forward.w2.weight"] *= 1e5
     write_model(tmp_path, BASE, state, torch.bfloat16)
     flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
-    with pytest.raises(InputError, match="row 0 in step 0 .*--dtype"):
-        generate.main(["--checkpoint", str(tmp_path), *flags])
-    model = generate.load_model(BASE, str(tmp_path), "float16", World(0, 1, torch.device("cpu")))
-    with pytest.raises(InputError, match="loss of nan .* in float16: .*--dtype"):
-        eval.check_finite(torch.nan, str(tmp_path), model)
+    refused("row 0 in step 0 .*--dtype", run_main, generate, "--checkpoint", tmp_path, *flags)
+    model = generate.load_model(BASE, str(tmp_path), "float16", ALONE)
+    refused("loss of nan .* in float16: .*--dtype", eval.check_finite, torch.nan, str(tmp_path), model)
     assert eval.check_finite(1.5, str(tmp_path), model) == 1.5
 
 
@@ -686,7 +680,7 @@ def twice(world, compile):
     return greedy[0], logits
 
 
-@pytest.mark.parametrize("ranks, compile", [(3, False), pytest.param(2, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks, compile", [(3, False), slow_case(2, True)])
 def test_the_same_request_twice_gives_the_same_bits(ranks, compile):
     results = run_ranks(ranks, twice, compile)
     for rows, logits in results:
@@ -707,13 +701,11 @@ WO = "layers.1.attention.wo.weight"
 ])  # fmt: skip
 def test_bad_checkpoints_are_one_clear_line(spoil, message, copy):
     spoil(copy)
-    refused(message, generate.main, ["--checkpoint", str(copy), "--prompt", "a"])
+    refused(re.escape(message), run_main, generate, "--checkpoint", copy, "--prompt", "a")
 
 
 def error_of(world, args):
-    with pytest.raises(InputError) as error:
-        call_main(world, generate.main, args)
-    return str(error.value)
+    return refused("holds NaN", call_main, world, generate.main, args)
 
 
 def test_what_one_rank_alone_finds_wrong_all_ranks_say(copy):

@@ -6,20 +6,17 @@ LADDER_TEST_GPU=cpu python -m pytest tests/test_gpu.py  # the same on a CPU, to 
 
 # The order matters: `make gpu` has 150 s, of which a cold compiler takes most, so the telling tests come first.
 import json
-import os
 import signal
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from configs import WIRED, change, wired_id
-from gpu import CONFIG, DEVICE, NEEDS_A_GPU, ON_CPU
+from file_edits import read_lines
+from gpu import CONFIG, DEVICE, NEEDS_A_GPU, ON_CPU, chat_of_two_turns, end_a_rank
 from helpers import check_split_attention, last_logits, randn, random_model, unequal_rows
 from reference import MixtureReference
-from running import command, script
+from running import script
 
 from ladder.checkpoints.random_weights import RandomWeights
 from ladder.kernels import quant_kernels, quant_linear, registry
@@ -94,6 +91,13 @@ def test_models_of_integers_compute_what_float64_does(quant, changes, compile):
     assert (result[0] - exact[1]).norm() > 0.3 * exact.norm() / len(exact) ** 0.5  # so that rows differ by far more
 
 
+def generate_on_two_gpus(*args, **environment):
+    done = script("generate.py", *args, ranks=2, CUDA_VISIBLE_DEVICES="0,1", **environment)
+    if "reach one another's memory" in done.stderr:
+        pytest.skip("these GPUs do not reach one another's memory")
+    assert done.returncode == 0, done.stderr
+
+
 @two_gpus
 @pytest.mark.parametrize("comm", ["library", "one-shot"])
 def test_captured_steps_on_two_gpus_choose_what_eager_ones_do(comm, tmp_path):
@@ -102,11 +106,8 @@ def test_captured_steps_on_two_gpus_choose_what_eager_ones_do(comm, tmp_path):
     ways = [("", "0"), ("", "1"), ("--compile", "0"), ("--compile --draft ngram", "0")]
     for way, blocking in ways:
         args = *flags.split(), tmp_path / "out.jsonl", *way.split()
-        done = script("generate.py", *args, ranks=2, CUDA_VISIBLE_DEVICES="0,1", CUDA_LAUNCH_BLOCKING=blocking)
-        if "reach one another's memory" in done.stderr:
-            pytest.skip("these GPUs do not reach one another's memory")
-        assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        generate_on_two_gpus(*args, CUDA_LAUNCH_BLOCKING=blocking)
+    lines = read_lines(tmp_path / "out.jsonl")
     assert all(line["tokens"] == lines[0]["tokens"] for line in lines)
     assert len(lines[2]["graph_bytes"]) == 2 and sum(lines[2]["graph_bytes"]) < 2e8
 
@@ -118,10 +119,7 @@ def test_one_shot_sums_are_nccls(wiring, tmp_path):
     flags = f"--model 1b:2 --dtype float32 --compile --wiring {wiring} --prompt-length 200 --max-new-tokens 30 --json"
     for comm in ("library", "one-shot"):
         args = *flags.split(), tmp_path / "out.jsonl", "--comm", comm
-        done = script("generate.py", *args, ranks=2, CUDA_VISIBLE_DEVICES="0,1")
-        if "reach one another's memory" in done.stderr:
-            pytest.skip("these GPUs do not reach one another's memory")
-        assert done.returncode == 0, done.stderr
+        generate_on_two_gpus(*args)
     nccl, own = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert nccl["tokens"] == own["tokens"] and own["comm"] == "one-shot"
 
@@ -163,24 +161,14 @@ def test_fp8_multiplies_as_it_does_on_a_cpu(rows, compile):
 
 @two_gpus
 def test_a_rank_that_is_killed_in_a_replay_takes_all_others_and_their_memory_with_it():
-    flags = ["--checkpoint", "demo", "--compile", "--prompt", "Once upon a time", "--max-new-tokens", "400"]
-    free, pipes = torch.cuda.mem_get_info(1)[0], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
-    with subprocess.Popen(command("generate.py", *flags, ranks=2), env=environment, **pipes) as torchrun:
-        assert len(torchrun.stdout.read(30)) == 30  # it decodes
-        children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)
-        start = time.monotonic()
-        assert "has died in decode step" in torchrun.communicate()[1]
-    assert time.monotonic() - start < 5 and torch.cuda.mem_get_info(1)[0] > free - 2**28
+    free = torch.cuda.mem_get_info(1)[0]
+    said, seconds = end_a_rank(signal.SIGKILL, "--compile", CUDA_VISIBLE_DEVICES="0,1")
+    assert "has died in decode step" in said and seconds < 5 and torch.cuda.mem_get_info(1)[0] > free - 2**28
 
 
 @two_gpus
 def test_a_second_turn_of_a_chat_compiles_for_its_prompt():
-    flags = ["--checkpoint", "demo", "--chat", "--compile", "all", "--max-new-tokens", "4"]
-    lines = "Once upon a time\nthere was a longer line about a dog and a cat\n"
-    done = script("generate.py", *flags, ranks=2, stdin=lines, CUDA_VISIBLE_DEVICES="0,1", LADDER_TIMEOUT="5")
-    assert done.returncode == 0, done.stderr
+    chat_of_two_turns("--compile", "all", CUDA_VISIBLE_DEVICES="0,1", LADDER_TIMEOUT="5")
 
 
 @COMPILED

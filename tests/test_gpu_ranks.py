@@ -6,15 +6,12 @@ LADDER_TEST_GPU=cpu python -m pytest tests/test_gpu_ranks.py  # the same on a CP
 
 import os
 import signal
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from gpu import DEVICE, NEEDS_A_GPU, ON_CPU
+from gpu import DEVICE, NEEDS_A_GPU, ON_CPU, chat_of_two_turns, end_a_rank
 from gpu_ranks import beside
-from running import command, script
+from running import script
 
 from ladder.ranks.shared_gpu import SHARING_NCCL, nccl_version
 
@@ -43,26 +40,14 @@ def test_ranks_that_share_a_gpu_compute_what_one_does(comm, ranks, seconds, capf
 ])  # fmt: skip
 def test_a_rank_that_dies_or_stops_in_a_replay_ends_the_other(number, line, seconds):
     """And their memory is free again. A rank that is stopped gives no sign of life for LADDER_TIMEOUT."""
-    flags = ["--checkpoint", "demo", "--device", ON, "--prompt", "Once upon a time"]
     free = 0 if ON_CPU else torch.cuda.mem_get_info()[0]
-    environment = {**os.environ, **VISIBLE, "LADDER_TIMEOUT": "5"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    run = command("generate.py", *flags, "--max-new-tokens", "400", ranks=2)
-    with subprocess.Popen(run, env=environment, **pipes) as torchrun:
-        assert len(torchrun.stdout.read(30)) == 30  # it decodes
-        children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-        os.kill(int(children[-1]), number)
-        start = time.monotonic()
-        assert line in torchrun.communicate(timeout=60)[1]
-    assert time.monotonic() - start < seconds
+    said, taken = end_a_rank(number, "--device", ON, **VISIBLE | {"LADDER_TIMEOUT": "5"})
+    assert line in said and taken < seconds
     assert ON_CPU or torch.cuda.mem_get_info()[0] > free - 2**28
 
 
 def test_a_chat_of_two_turns():
-    flags = ["--checkpoint", "demo", "--chat", "--device", ON, "--max-new-tokens", "4"]
-    lines = "Once upon a time\nthere was a longer line about a dog and a cat\n"
-    done = script("generate.py", *flags, ranks=2, stdin=lines, **VISIBLE)
-    assert done.returncode == 0, done.stderr
+    chat_of_two_turns("--device", ON, **VISIBLE)
 
 
 def test_what_runs_beside_a_sum():

@@ -6,12 +6,11 @@ import graphlib
 import inspect
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 from configs import BASE, variants
 from helpers import ROOT
+from running import run_python
 
 import model
 
@@ -85,7 +84,7 @@ assert not ({{"matplotlib", "transformers", "pytest", "lm_eval"}} & sys.modules.
 """
     # torch's compiler puts such a variable there when it is imported, also in the process of other tests
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR")}
-    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_python("-c", source, env=environment)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
@@ -101,7 +100,7 @@ def test_openmp_is_told_to_spin_briefly_before_torch_loads(name, tmp_path):
     (tmp_path / "torch.py").write_text(source)
     environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
     environment["PYTHONPATH"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-m", name], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_python("-m", name, env=environment)
     assert done.stdout == "1000", done.stderr
 
 
@@ -138,7 +137,7 @@ def test_each_line_of_what_surrounds_a_run_has_a_test():
 
 
 def test_the_readmes_example_runs():
-    done = subprocess.run([sys.executable, "-c", readme_blocks()[-1]], cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", readme_blocks()[-1])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Once upon a time") and len(done.stdout) > 100
 

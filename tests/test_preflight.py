@@ -6,7 +6,7 @@ from configs import BASE, YARN, change
 
 import generate
 from ladder import memory
-from ladder.checkpoints import sizes
+from ladder.checkpoints.random_weights import RandomWeights
 from ladder.decoding.batch import make_cache
 from ladder.ranks.world import World
 from tp import load_shard
@@ -28,7 +28,7 @@ EXPERTS = {"mixture": EXPERTS, "wiring": "farskip"}
 def test_a_run_that_does_not_fit_is_said_in_a_line_of_the_rank(changes, dtype, monkeypatch, capsys):
     config = change(SMALL, **changes)
     for rank, shares in (0, (1,)), (1, (1, 2)), (2, (1, 1, 1, 2)), (0, (1,) * 7):
-        model = load_shard(config, sizes.RandomWeights(config, CPU), dtype, CPU, rank, shares)
+        model = load_shard(config, RandomWeights(config, CPU), dtype, CPU, rank, shares)
         tied = config.tie_embeddings  # then the output head is rows of the table
         weights = [p.nbytes for name, p in model.named_parameters() if not (tied and name.startswith("output."))]
         cache = [tensor.nbytes for layer in make_cache(model, 3, 24) for tensor in layer]

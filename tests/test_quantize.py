@@ -2,20 +2,23 @@
 
 import functools
 import json
-import math
 import re
 import types
 
 import pytest
 import torch
+from cases import refused
 from configs import ANY_TP, BASE, change
+from file_edits import read_json
 from helpers import (
     ROOT,
     StateWeights,
     last_logits,
+    load_folder,
     randn,
     random_model,
     rank_logits,
+    seeded,
     shard,
     shared_data,
     unequal_rows,
@@ -32,9 +35,10 @@ from quantized_models import (
     UNQUANTIZED,
     check_quantized_model,
     exact_weights,
+    in_float64,
     quantized_state,
 )
-from running import main_on_ranks, run_ranks
+from running import main_on_ranks, run_main, run_ranks
 from safetensors.torch import load_file, save_file
 
 import eval as evaluate
@@ -42,7 +46,6 @@ import generate
 import quantize
 import tp
 from ladder.checkpoints import checkpoint, rounding, writing
-from ladder.errors import InputError
 from ladder.kernels import compiling, quant_kernels, quant_linear, registry
 
 
@@ -61,14 +64,6 @@ def in_groups(w, size):
     return w.double().unflatten(1, (-1, size))
 
 
-def unpacked(packed, scales, zeros):
-    """What integers stand for, in float64."""
-    q = torch.stack((packed % 16, packed // 16), -1).flatten(1)
-    return (
-        in_groups(q, q.shape[1] // scales.shape[1]) * scales.double()[..., None] + zeros.double()[..., None]
-    ).flatten(1)
-
-
 @pytest.mark.parametrize("size, dtype, digits", [(32, torch.bfloat16, 6), (128, torch.float16, 2)])
 def test_the_fit_of_int4_is_better_than_16_steps_over_the_range(size, dtype, digits):
     w = randn(50, 256) * torch.logspace(-digits, digits, 50)[:, None] + 3
@@ -76,15 +71,15 @@ def test_the_fit_of_int4_is_better_than_16_steps_over_the_range(size, dtype, dig
     packed, scales, zeros = rounding.to_int4(w, size, dtype)
     assert packed.shape == (50, 128) and scales.shape == zeros.shape == (50, 256 // size)
     assert scales.dtype == zeros.dtype == dtype
-    errors = in_groups(unpacked(packed, scales, zeros) - w, size).square().sum(-1)
+    errors = in_groups(in_float64(packed, scales, zeros) - w, size).square().sum(-1)
     low, high = (f(in_groups(w, size), -1, keepdim=True) for f in (torch.amin, torch.amax))
     step, low = ((high - low) / 15).to(dtype).double(), low.to(dtype).double()
     steps = ((in_groups(w, size) - low) / step.where(step > 0, 1.0)).round().clamp(0, 15) * step + low
     nearest = (steps - in_groups(w, size)).square().sum(-1)
     assert (errors[3] == 0).all() and (errors <= nearest * 1.001).all() and errors.sum() < 0.97 * nearest.sum()
     important = torch.ones(256).index_fill(0, torch.arange(0, 256, 16), 100.0)
-    other = (unpacked(*rounding.to_int4(w, size, dtype, important)) - w).square()[:, ::16].sum()
-    assert other < 0.7 * (unpacked(packed, scales, zeros) - w).square()[:, ::16].sum()
+    other = (in_float64(*rounding.to_int4(w, size, dtype, important)) - w).square()[:, ::16].sum()
+    assert other < 0.7 * (in_float64(packed, scales, zeros) - w).square()[:, ::16].sum()
 
 
 def test_errors_make_up_for_one_another():
@@ -108,13 +103,13 @@ def test_errors_make_up_for_one_another():
         s, z = scales.double()[:, k // size], zeros.double()[:, k // size]
         expected[:, k] = ((now - z) / s).round().clamp(0, 15) * s + z
         lack[:, k] = w.double()[:, k] - expected[:, k]
-    ours = unpacked(packed, scales, zeros)
+    ours = in_float64(packed, scales, zeros)
     assert (ours == expected).double().mean() > 0.98  # all but ties of float32
-    errors = [((each - w) @ x.double().T).square().sum() for each in (ours, expected, unpacked(*fitted))]
+    errors = [((each - w) @ x.double().T).square().sum() for each in (ours, expected, in_float64(*fitted))]
     assert errors[0] < 1.01 * errors[1] < 0.5 * errors[2]
 
 
-TEXT = torch.randint(3, BASE.vocab_size, (4, 12), generator=torch.Generator().manual_seed(5))
+TEXT = torch.randint(3, BASE.vocab_size, (4, 12), generator=seeded(5))
 TABLE_KEPT = {"not_quantized": ("tok_embeddings",), "intermediate_size": 160}  # its rows are floats in that run
 RUNS = zip((OLMO_INT4, INT4, BIASED_INT4, NARROW, INT4, INT4, INT4), ANY_TP[:7], strict=True)
 RUNS = [change(config, **TABLE_KEPT, **changes) for config, changes in RUNS]
@@ -221,13 +216,6 @@ def test_compiled_ranks_of_integers_compute_what_one_device_does():
     check_ranks(2, [(change(c, wiring="ladder"), torch.bfloat16) for c in (INT8, INT4)], compile=True)
 
 
-@pytest.mark.parametrize("tp_size, multiple", [(3, 32), (5, 32), (8, 16)])
-def test_int4_cuts_the_mlp_between_groups_or_their_halves(tp_size, multiple):
-    parts = [tp.shard_plan(INT4, rank, (1,) * tp_size)["w2"][1][0] for rank in range(tp_size)]
-    assert parts[0][0] == 0 and parts[-1][1] == 160 and all(a < b for a, b in parts)
-    assert math.gcd(*(a for a, _ in parts)) % multiple == 0
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint with widths that all group sizes divide, and a tokenizer (the demo's, whose vocabulary it has)."""
@@ -247,7 +235,7 @@ def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsy
     """Several files, so that the memory is that of one; a matrix may be in two."""
     write_weights, out = writing.write_weights, tmp_path / mode
     monkeypatch.setattr(writing, "write_weights", lambda f, s, r, shard_bytes: write_weights(f, s, r, 50_000))
-    quantize.main(["--checkpoint", str(folder), "--mode", mode, *flags, "--out", str(out)])
+    run_main(quantize, "--checkpoint", folder, "--mode", mode, *flags, "--out", out)
     printed, told = capsys.readouterr()
     assert re.match(rf"quantizing \d+ matrices, of \d.\d MB in all, to {mode} \.\.\.\n", told)
     assert "times smaller than before" in printed and f"eval.py --checkpoint {out} --compare {folder} --" in printed
@@ -263,7 +251,7 @@ def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsy
         main_on_ranks(ranks, generate.main, *flags)
     else:
         generate.main(flags)
-    line = json.loads((tmp_path / "json").read_text())
+    line = read_json(tmp_path / "json")
     assert line["quant"] == mode and len(line["tokens"][0]) == 8
     size = sum(t.nbytes for n, t in state.items() if not n.startswith("tok_embeddings"))
     assert ranks > 1 or 0 <= line["step_bytes"] - size < 2**17  # and the cache
@@ -274,7 +262,7 @@ def test_the_text_is_a_file_its_own_or_none(folder, tmp_path, capsys):
 
     def run(out, *text, source=folder):
         flags = "--checkpoint", source, "--mode", "int4", "--out", tmp_path / out, *text
-        quantize.main([str(flag) for flag in flags])
+        run_main(quantize, *flags)
         return load_file(tmp_path / out / "model.safetensors")["layers.0.feed_forward.w2.weight"]
 
     none, file, again, own = run("a", "--text", "none"), run("b", "--text", story), run("c", "--text", story), run("d")
@@ -285,37 +273,29 @@ def test_the_text_is_a_file_its_own_or_none(folder, tmp_path, capsys):
     assert "wiring spd/2: quantized without a text\n" in capsys.readouterr().err
     assert checkpoint.read_config(tmp_path / "e").int8 == ("tok_embeddings",)
     write_model(plain := tmp_path / "plain", change(lanes, wiring="standard"), dtype=torch.bfloat16)
-    with pytest.raises(InputError, match=r"plain has no tokenizer, which --text .*story needs$"):
-        run("f", "--text", story, source=plain)
+    refused(r"plain has no tokenizer, which --text .*story needs$", run, "f", "--text", story, source=plain)
     story.write_text("Once")
-    with pytest.raises(InputError, match=r"^--text .*story has 2 tokens: give 2048, or at least 64$"):
-        run("f", "--text", story)
+    refused(r"^--text .*story has 2 tokens: give 2048, or at least 64$", run, "f", "--text", story)
     assert not (tmp_path / "f").exists()
 
 
 def test_bad_checkpoints_are_one_clear_line(tmp_path):
     def run(source, *flags):
         flags = "--checkpoint", source, "--mode", "int4", "--out", tmp_path / "int4", "--group-size", "32", *flags
-        quantize.main([str(flag) for flag in flags])
+        run_main(quantize, *flags)
 
     write_model(odd := tmp_path / "odd", change(UNQUANTIZED, intermediate_size=172), dtype=torch.bfloat16)
-    with pytest.raises(InputError, match=r"^group size 32 does not divide the columns of w2 \(172\): keep w2$"):
-        run(odd)
+    refused(r"^group size 32 does not divide the columns of w2 \(172\): keep w2$", run, odd)
     matrices = r"wqkv \(64\), w1 \(64\), w3 \(64\), output \(64\), w2 \(172\): keep tok_embeddings,wqkv,w1,w3,output,w2"
-    with pytest.raises(InputError, match=rf"^group size 128 does not .* tok_embeddings \(64\), {matrices}$"):
-        run(odd, "--group-size", "128")
-    with pytest.raises(InputError, match=r"\(64\): use 64, or keep tok_embeddings,wqkv,w1,w3$"):  # a tied head's table
-        change(TIED, group_size=128, not_quantized=("wo", "w2"))
+    refused(rf"^group size 128 does not .* tok_embeddings \(64\), {matrices}$", run, odd, "--group-size", "128")
+    words = r"\(64\): use 64, or keep tok_embeddings,wqkv,w1,w3$"
+    refused(words, change, TIED, group_size=128, not_quantized=("wo", "w2"))
     run(odd, "--keep", "w2")
-    with pytest.raises(InputError, match="int4 is quantized .int4.: give the original"):
-        run(tmp_path / "int4", "--out", tmp_path / "again")
+    refused("int4 is quantized .int4.: give the original", run, tmp_path / "int4", "--out", tmp_path / "again")
     state, name = load_file(tmp_path / "int4" / "model.safetensors"), "layers.1.feed_forward.w1.scales"
     for scales, message in (state[name][:, :1].clone(), r"is \(172, 1\), but .* \(172, 2\)"), (state[name] / 0, "NaN"):
         save_file({**state, name: scales}, tmp_path / "int4" / "model.safetensors")
-        with pytest.raises(InputError, match=f"tensor {name} .*{message}"):
-            tp.load_shard(
-                checkpoint.read_config(tmp_path / "int4"), checkpoint.Weights(tmp_path / "int4"), torch.bfloat16, "cpu"
-            )
+        refused(f"tensor {name} .*{message}", load_folder, tmp_path / "int4")
 
 
 @pytest.mark.slow
@@ -325,9 +305,9 @@ def test_a_real_checkpoint_keeps_its_perplexity(tmp_path, capsys):
     for flags in [], ["int8"], ["int4"], ["int4", "--text", "none"]:
         folder = tmp_path / "-".join(flags) if flags else ROOT / "demo"
         if flags:
-            quantize.main(["--checkpoint", str(ROOT / "demo"), "--mode", *flags, "--out", str(folder)])
+            run_main(quantize, "--checkpoint", ROOT / "demo", "--mode", *flags, "--out", folder)
         capsys.readouterr()
-        evaluate.main(["--checkpoint", str(folder), "--text", str(text), "--max-tokens", "8000"])
+        run_main(evaluate, "--checkpoint", folder, "--text", text, "--max-tokens", "8000")
         perplexity.append(json.loads(capsys.readouterr().out)["perplexity"])
     plain, int8, int4, fitted = perplexity
     assert int8 < 1.001 * plain and int4 < 1.02 * plain and int4 < fitted, perplexity

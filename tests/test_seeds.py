@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import refused
 from configs import BASE
+from helpers import seeded
 
 from generate import sample
 from ladder.command_line.prompts import read_prompts
 from ladder.decoding.batch import SINGLE_DEVICE, Sampler
-from ladder.errors import InputError
 from ladder.seeds import generator
 
 BIG = 2**32
@@ -18,7 +19,7 @@ BIG = 2**32
 
 @pytest.mark.parametrize("seed", [0, 5, BIG - 1])
 def test_a_seed_of_32_bits_draws_what_torch_draws(seed):
-    expected = torch.rand(2000, generator=torch.Generator().manual_seed(seed))
+    expected = torch.rand(2000, generator=seeded(seed))
     assert torch.equal(torch.rand(2000, generator=generator(seed)), expected)
 
 
@@ -65,5 +66,4 @@ def test_a_seed_may_be_negative_and_has_64_bits():
     assert draws[2] == draws[5] and draws[3] == draws[4]  # as numbers of 64 bits they are the same
     assert len({str(draw) for draw in draws}) == 4
     for seed in -(2**63) - 1, 2**64:
-        with pytest.raises(InputError, match=f"^seed is {seed} but must be a whole number of 64 bits$"):
-            Sampler(1.0, seed=seed)
+        refused(f"^seed is {seed} but must be a whole number of 64 bits$", Sampler, 1.0, seed=seed)

@@ -1,6 +1,5 @@
 """A real model, SmolLM2-135M-Instruct as the GGUF that `make smollm2` downloads, beside transformers and llama.cpp."""
 
-import json
 import os
 import random
 from pathlib import Path
@@ -8,17 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import ROOT, folder_logits
+from file_edits import read_json
+from helpers import ALONE, ROOT, folder_logits, load_folder
 from hf_folders import convert
 from running import main_on_ranks, run_ranks
 from tokenizers import pre_tokenizers
 from torch.nn.functional import cross_entropy
 
 import generate
-import tp
 from ladder.checkpoints import checkpoint
 from ladder.memory import weight_bytes
-from ladder.ranks.world import World
 from ladder.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -61,10 +59,6 @@ def their_model(gguf_file):
     return transformers.AutoModelForCausalLM.from_pretrained(
         gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
     )
-
-
-def whole(folder):
-    return tp.load_shard(checkpoint.read_config(folder), checkpoint.Weights(folder), torch.float32, "cpu")
 
 
 PIECES = [  # of nasty texts
@@ -119,7 +113,7 @@ def test_integers_that_stay_lose_nothing(gguf_file, folder, ours, tmp_path):
     assert (config.quant, config.group_size, config.not_quantized) == ("int4", 32, ())
     assert config.int8 == ("tok_embeddings:32",)  # the file has it as Q8_0
     with torch.no_grad():
-        losses = [cross_entropy(net(ids)[0, :-1], ids[0, 1:]).item() for net in (whole(folder), integers)]
+        losses = [cross_entropy(net(ids)[0, :-1], ids[0, 1:]).item() for net in (load_folder(folder), integers)]
     assert losses[0] < 3 and abs(losses[0] - losses[1]) < 1e-3
 
 
@@ -133,13 +127,13 @@ def test_drafts_of_ngrams_leave_the_text(prompt, folder):
     assert "accepted" in report
 
 
-GREEDY = json.loads((ROOT / "tests" / "greedy_of_llama_cpp.json").read_text())["prompt, continuation"]
+GREEDY = read_json(ROOT / "tests" / "greedy_of_llama_cpp.json")["prompt, continuation"]
 
 
 @pytest.mark.parametrize("prompt", GREEDY)
 def test_greedy_tokens_are_those_of_llama_cpp(prompt, folder, ours):
     """Unless two logits are nearer than llama.cpp's errors, since it multiplies by activations in 8 bits."""
-    (ids, tokens), net = GREEDY[prompt], whole(folder)
+    (ids, tokens), net = GREEDY[prompt], load_folder(folder)
     assert ours.encode(prompt) == ids and len(tokens) == 60
     with torch.no_grad():
         logits = net(torch.tensor([ids + tokens]))[0, len(ids) - 1 : -1]
@@ -151,5 +145,5 @@ def test_a_step_reads_about_the_bytes_of_the_file(gguf_file, tmp_path):
     convert(gguf_file, tmp_path / "integers")
     config = checkpoint.read_config(tmp_path / "integers")
     assert (config.quant, config.group_size, config.int8) == ("int4", 32, ("tok_embeddings:32",))
-    net = generate.load_model(config, tmp_path / "integers", "bfloat16", World(0, 1, torch.device("cpu")))
+    net = generate.load_model(config, tmp_path / "integers", "bfloat16", ALONE)
     assert sum(weight_bytes(net, 1).values()) < 1.02 * os.path.getsize(gguf_file)

@@ -8,7 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from configs import BASE, BIASED, FAMILIES, ONE_EACH, WIRED, change
+from cases import refused, slow_case
+from configs import BASE, BIASED, FAMILIES, MANY, ONE_EACH, UNEQUAL_SHARES, WIRED, change
 from helpers import (
     StateWeights,
     counted_kernels,
@@ -38,8 +39,6 @@ SHAPES = [  # at tp 2, 3, 4: even and uneven splits, replicated KV heads, odd si
 CASES = [{**WIRED[1], **shape} for shape in SHAPES] + [{**changes, **UNEVEN, **BIASED} for changes in WIRED]
 OTHERS = [{**family, "wiring": wiring} for family in FAMILIES for wiring in ("standard", "ladder")]
 CASES += [{**shape, **changes} for shape in ({}, UNEVEN) for changes in OTHERS]
-UNEQUAL_SHARES = [(3, 1), (5, 2, 1), (1, 4, 2, 2)]
-MANY = {"n_heads": 16, "n_kv_heads": 8, "intermediate_size": 101, "vocab_size": 130}
 ONE_KV_HEAD = {**BIASED, "n_heads": 8, "n_kv_heads": 1, "vocab_size": 130}
 
 
@@ -86,13 +85,14 @@ def check_heads(rows, heads, G, H):
 @pytest.mark.parametrize("columns, wiring, shares, unit", [
     (7168 + 128, "ladder", (1,) * 7, 128), (7168 - 128, "ladder", (1,) * 7, 32), (22016 + 64, "ladder", (1, 1), 32),
     (8192, "ladder", (5, 1), 128), (8192, "ladder", (9, 1, 9), 32), (8192, "spd", (1,) * 7, 32),
+    (160, "ladder", (1,) * 3, 32), (160, "ladder", (1,) * 5, 32), (160, "ladder", (1,) * 8, 16),  # halves of groups
 ])  # fmt: skip
 def test_int4_is_cut_at_multiples_of_128_columns_where_shares_stay_about_even(columns, wiring, shares, unit):
     """The kernel on a GPU wants that; where lanes are part of the function, which neuron is whose may not change."""
     changes = {"dim": 128, "n_heads": 40, "n_kv_heads": 20, "intermediate_size": columns, "wiring": wiring}
     config = change(BASE, **changes, quant="int4", group_size=32)
     cuts = [stop for rank in range(len(shares)) for _, stop in tp.shard_plan(config, rank, shares)["w2"][1]]
-    assert cuts[-1] == columns and math.gcd(*cuts, 128) == unit
+    assert cuts[-1] == columns and math.gcd(*cuts, 128) == unit and cuts == sorted({*cuts})
 
 
 @pytest.mark.parametrize("shares, changes, words", [
@@ -113,10 +113,8 @@ def test_heads_that_two_ranks_hold_are_refused(monkeypatch):
     """Their partials would not add up, and the text would be nonsense."""
     ranges = tp.head_ranges
     monkeypatch.setattr(tp, "head_ranges", lambda config, rank, shares: ranges(config, 0, shares))
-    with pytest.raises(
-        InputError, match="the ranks hold columns 0 to 24, 0 to 24 of wo: each of its 48 must be held once"
-    ):
-        tp.load_shard(BASE, StateWeights(random_model(BASE).state_dict()), torch.float32, "cpu", 0, (1, 1))
+    words = "the ranks hold columns 0 to 24, 0 to 24 of wo: each of its 48 must be held once"
+    refused(words, tp.load_shard, BASE, StateWeights(random_model(BASE).state_dict()), torch.float32, "cpu", 0, (1, 1))
 
 
 def test_a_vector_of_an_mlp_is_cut_as_the_plan_says(monkeypatch):
@@ -165,6 +163,11 @@ def test_a_header_is_parsed_once_and_a_file_is_mapped_only_while_a_tensor_of_it_
     assert not maps.exists() or str(tiny) not in maps.read_text()
 
 
+def write_safetensors(folder, header, data):
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
 @pytest.mark.parametrize("shift", range(9))  # earlier versions of safetensors did not align the header
 def test_tensors_of_any_dtype_are_read_wherever_they_begin(shift, tmp_path):
     names = {dtype: name for name, dtype in checkpoint.STORED_DTYPES.items()}
@@ -175,8 +178,7 @@ def test_tensors_of_any_dtype_are_read_wherever_they_begin(shift, tmp_path):
         stop = len(data) + tensor.nbytes
         header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [len(data), stop]}
         data += bytes(tensor.flatten().view(torch.uint8).tolist())
-    text = json.dumps(header).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    write_safetensors(tmp_path, header, data)
     weights = checkpoint.Weights(tmp_path)
     for name, tensor in tensors.items():
         stored = weights.read(name)
@@ -185,17 +187,15 @@ def test_tensors_of_any_dtype_are_read_wherever_they_begin(shift, tmp_path):
 
 
 def test_a_dtype_that_is_unknown_here_is_refused(tmp_path):
-    text = json.dumps({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(2))
-    with pytest.raises(InputError, match="model.safetensors: tensor w holds F4, which is not supported"):
-        checkpoint.Weights(tmp_path).read("w")
+    write_safetensors(tmp_path, {"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, bytes(2))
+    refused("model.safetensors: tensor w holds F4, which is not supported", checkpoint.Weights(tmp_path).read, "w")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The numbers
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp_size", [2, 3, slow_case(4)])
 def test_all_ranks_compute_what_one_device_does(tp_size):
     check_ranks_against_the_reference(tp_size, CASES)
 
@@ -209,7 +209,7 @@ def test_ranks_of_unequal_shares_compute_what_one_device_does(shares):
     )
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp_size", [2, 3, slow_case(4)])
 def test_a_prefill_in_chunks_and_what_follows_equal_those_in_one(tp_size):
     """Rows of five lengths, whose last tokens are in different splits."""
     windowed = {"heads": {"sliding_window": 3, "window_layers": (0, 2)}}
@@ -257,10 +257,10 @@ def bfloat16_logits(world, config, folder, compile):
 
 
 FEW_ROWS = [(tp_size, {"wiring": "ladder", "n_layers": 2}, False) for tp_size in (1, 2, 3)]
-FEW_ROWS += [pytest.param(4, {"wiring": "ladder", "n_layers": 2}, False, marks=pytest.mark.slow)]
+FEW_ROWS += [slow_case(4, {"wiring": "ladder", "n_layers": 2}, False)]
 FEW_ROWS += [(2, changes, False) for changes in OTHERS[1:8:2]]
-FEW_ROWS += [pytest.param(2, {"wiring": "parallel", "n_layers": 2}, True, marks=pytest.mark.slow)]
-FEW_ROWS += [pytest.param(3, changes, True, marks=pytest.mark.slow) for changes in (FEW_ROWS[0][1], OTHERS[1])]
+FEW_ROWS += [slow_case(2, {"wiring": "parallel", "n_layers": 2}, True)]
+FEW_ROWS += [slow_case(3, changes, True) for changes in (FEW_ROWS[0][1], OTHERS[1])]
 
 
 @pytest.mark.parametrize("tp_size, changes, compile", FEW_ROWS)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from cases import refused, slow_case
 from collective_order import eager_order, generated_code, order_in_code, squeeze
 from configs import BASE, GEMMA, ONE_EACH, WIRED, change, parse_wiring, table_entry, variants, wired_id
 from helpers import random_model, unequal_rows
@@ -15,7 +16,6 @@ import model
 from ladder.architectures.heads import Heads
 from ladder.checkpoints import checkpoint, writing
 from ladder.command_line import flags
-from ladder.errors import InputError
 from ladder.lanes.lanes import LaneWiring
 from ladder.wiring_text import wiring_name
 from model import WIRINGS, Wiring
@@ -61,8 +61,7 @@ def test_a_name_is_read_as_it_is_written(text, monkeypatch):
     for name in "My2_Loop", "my2":
         monkeypatch.setitem(WIRINGS, name, WIRINGS["ladder"])
     assert wiring_name(*parse_wiring(text)) == text
-    with pytest.raises(InputError, match="'my2' is no name for a wiring: names end in a letter"):
-        parse_wiring("my2")
+    refused("'my2' is no name for a wiring: names end in a letter", parse_wiring, "my2")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,7 +120,7 @@ SLOW += [
     ({"wiring": wiring}, "decode", rank, tp_size)
     for wiring in ("standard", "ladder:1,", "delayed-3:1-2") for rank, tp_size in ((1, 2), (0, 3), (0, 4))
 ]  # fmt: skip
-ALL = FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+ALL = FAST + [slow_case(*case) for case in SLOW]
 
 
 @pytest.mark.parametrize("changes, name, rank, tp_size", ALL, ids=lambda x: x["wiring"] if type(x) is dict else None)
@@ -178,8 +177,7 @@ def test_a_loop_that_cannot_run_the_layers_left_out_is_refused(monkeypatch):
         if other == "ladder":
             assert change(BASE, wiring="mine:2").layer_wirings[0] == WIRINGS["ladder"]
             continue
-        with pytest.raises(InputError, match="wiring mine:2: its loop cannot run layers that are "):
-            change(BASE, wiring="mine:2")
+        refused("wiring mine:2: its loop cannot run layers that are ", change, BASE, wiring="mine:2")
 
 
 def test_a_new_line_is_a_new_model_in_the_flags_and_the_files(monkeypatch, tmp_path, capsys):

@@ -1,12 +1,14 @@
 """Runs of adapt.py: on a rank, interrupted and resumed, and compared by their logs and weights."""
 
-import json
-
 import pytest
+import torch
+from cases import refused
+from file_edits import read_lines
+from helpers import seeded
+from running import run_main
 
-from extras.training import adapt, sharding
+from extras.training import adapt, data, sharding
 from ladder.checkpoints import checkpoint
-from ladder.errors import InputError
 from ladder.ranks import launch
 from ladder.text.tokenizer import SplittingTokenizer
 
@@ -24,6 +26,19 @@ class Letters(SplittingTokenizer):
         return [ord(c) for c in text]
 
 
+def random_batch():
+    """A data.Batch of two rows, of whose tokens some do not count."""
+    generator = seeded(0)
+    tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
+    counts = torch.rand(2, 9, generator=generator) < 0.6
+    return data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None)
+
+
+def plain_batch():
+    """A data.Batch of two rows of tokens without targets."""
+    return data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None)
+
+
 def trainee_like(model):
     """Returns an adapt.Trainee, not sharded, with a model's weights."""
     trainee = adapt.Trainee(model.config).to(model.dtype)
@@ -33,7 +48,7 @@ def trainee_like(model):
 
 def read_losses(out):
     """Returns the log of a run, without what depends on the machine."""
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    lines = read_lines(out / "log.jsonl")
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
 
 
@@ -54,7 +69,7 @@ def train_on_rank(world, argv):
 
 def check_resumption(flags, tmp_path, monkeypatch, rel=0.0):
     flags = [*flags, "--steps", "12", "--eval-every", "3"]
-    adapt.main([*flags, "--out", str(tmp_path / "whole")])
+    run_main(adapt, *flags, "--out", tmp_path / "whole")
     step, save = adapt.optimizer_step, sharding.save
     for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
 
@@ -74,7 +89,6 @@ def check_resumption(flags, tmp_path, monkeypatch, rel=0.0):
             m.setattr(sharding, "save", killed_saving if where == "save" else save)
             adapt.main(flags)
     assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-9", "state-9"]
-    with pytest.raises(InputError, match="holds a run with --lr 0.001, not 0.0001"):
-        adapt.main([*flags, "--lr", "1e-4"])
+    refused("holds a run with --lr 0.001, not 0.0001", adapt.main, [*flags, "--lr", "1e-4"])
     adapt.main(flags)
     check_same_run(tmp_path / "out", tmp_path / "whole", rel)

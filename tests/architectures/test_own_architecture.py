@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 import torch.nn as nn
+from cases import refused
 from configs import BASE
-from file_edits import refused, take_state
+from file_edits import take_state
 from hf_folders import config_from_values, convert, hf_model
 from safetensors.torch import save_file
 

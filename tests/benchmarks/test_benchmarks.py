@@ -3,22 +3,22 @@
 import contextlib
 import dataclasses
 import itertools
-import json
+import re
 import shlex
-import subprocess
 import sys
 from collections import Counter
 
 import pytest
 import torch
+from cases import refused, slow_case
 from configs import change
+from file_edits import read_json, read_lines, write_json, write_lines
 from helpers import ROOT
-from running import RANKS, main_on_ranks, script
+from running import RANKS, main_on_ranks, run_main, run_python, script
 
 import bench
 from benchmarks import decode, gpu, int4_libraries, step_kernels
 from extras.measure import plot, sweep
-from ladder.errors import InputError
 from ladder.sources import sizes
 from ladder.sources.sizes import named_size
 from model import WIRINGS, Config, build
@@ -29,11 +29,11 @@ TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     """The named sizes are small ones."""
-    values = json.loads(sizes.SIZES.read_text())
+    values = read_json(sizes.SIZES)
     for each in values.values():
         each |= {"num_hidden_layers": each["num_hidden_layers"] // 8, "vocab_size": 256, "head_dim": 8}
         each |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8}
-    (tmp_path / "sizes.json").write_text(json.dumps(values))
+    write_json(tmp_path / "sizes.json", values)
     monkeypatch.setattr(sizes, "SIZES", tmp_path / "sizes.json")
 
 
@@ -44,14 +44,10 @@ def printed(capsys):
     def run(script, *flags):
         capsys.readouterr()
         with contextlib.suppress(SystemExit):  # in which --show ends, as --help does
-            script.main([*map(str, flags)])
+            run_main(script, *flags)
         return capsys.readouterr().out
 
     return run
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # ---- extras/measure/sweep.py and plot.py -----------------------------------------------------------------------------
@@ -62,14 +58,14 @@ def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(small, print
     flags = ["--model", "1b", "--simulate-tp", 2, "--link", "free", "5000us", "--wiring", "standard", "ladder:1,"]
     flags += ["--batch", 1, 2, "--seconds", 0, "--eager", "--json", out, "--profile", tmp_path / "traces"]
     shown = printed(sweep, *flags)
-    lines = read(out)
+    lines = read_lines(out)
     cases = {*itertools.product(["free", "5000us"], ["standard", "ladder:1,"], [1, 2])}
     assert {(line["link"]["name"], line["wiring"], line["batch"]) for line in lines} == cases and len(lines) == 8
     assert all(line["step_ms"] >= 4 * 5 for line in lines if line["link"]["name"] == "5000us")
     assert lines[0].keys() >= {"torch", "commit", "hardware", "threads", "command"}
     assert {"-".join(map(str, case)) for case in cases} == {path.name for path in (tmp_path / "traces").iterdir()}
     trace = tmp_path / "traces" / "5000us-ladder:1,-2" / "rank0.json"
-    assert json.loads(trace.read_text())["traceEvents"]
+    assert read_json(trace)["traceEvents"]
     out.write_text(out.read_text() + '{"case": "another script\'s"}\n{"limit_ms": null}\n{"cut off": ')
     assert printed(sweep, "--show", out) == shown and shown.count("| link |") == 2
     assert "| link | one all-reduce, ms | ladder:1, |" in printed(sweep, "--wiring", "ladder:1,", "--show", out)
@@ -79,20 +75,20 @@ def test_a_sweep_compares_a_prefill_in_chunks(small, printed, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--model", "1b", "--simulate-tp", "2", "--prompt-length", "7", "--eager", "--seconds", 0, "--json", out]
     shown = printed(sweep, *flags, "--wiring", "standard", "ladder", "--link", "tcp+2000us", "--prefill", 1, 2)
-    lines = read(out)
+    lines = read_lines(out)
     names = ["standard", "standard in 2 parts", "ladder", "ladder in 2 parts"]
     assert [line["wiring"] for line in lines] == names and {line["kind"] for line in lines} == {"prefill"}
     assert [(line["all_reduces"], line["all_reduce_bytes"]) for line in lines[:2]] == [(4, 7 * 128), (8, 4 * 128)]
     assert lines[0]["link"]["tcp"] and f"| {' | '.join(names)} |" in shown
 
 
-@pytest.mark.parametrize("how", [[], pytest.param(["--compile"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [[], slow_case(["--compile"])])
 def test_a_sweep_of_a_checkpoint_on_real_ranks_names_their_link(how, tmp_path, tiny):
     out = tmp_path / "out.jsonl"
     flags = ["--checkpoint", tiny, "--wiring", "standard", "--link", "2000us", "--label", "veth"]
     flags += ["--prompt-length", 8]
     shown, *others = main_on_ranks(RANKS, sweep.main, "--seconds", 0, *how, "--json", out, *flags)
-    [line] = read(out)
+    [line] = read_lines(out)
     assert (line["link"]["name"], line["tp"], line["model"]) == ("veth", RANKS, tiny.name)
     assert line["all_reduces"] == 6 and line["step_ms"] >= 6 * 2 and line["limit_ms"] >= line["silent_ms"]
     assert "| veth | " in shown[0] and not any(text for text, _ in others)
@@ -140,15 +136,14 @@ def test_the_figure(tmp_path, printed):
              for w, ms in (("standard", 20.0), ("ladder", 10.0))]  # fmt: skip
     assert plot.by_link(lines)["ladder"] == dict.fromkeys((2.0, 1.0), (2.0, 2 - 20 / 11, 0.0))
     out, other = tmp_path / "x.jsonl", line("spd", 1.0, [1.0, 2.0], batch=2)
-    out.write_text("".join(json.dumps(one) + "\n" for one in [*lines, other]))
+    write_lines(out, [*lines, other])
     printed(sweep, "--show", out, "--wiring", "standard", "ladder", "--plot", tmp_path / "x.svg")
     assert "<svg" in (tmp_path / "x.svg").read_text()
     for wirings, message in (
         ([], "draws lines of one setting; these have 2"),
         (["spd"], "no line of standard over the link 0"),
     ):
-        with pytest.raises(InputError, match=message):
-            sweep.main(["--show", str(out), "--plot", "x.svg", *["--wiring"] * bool(wirings), *wirings])
+        refused(message, run_main, sweep, "--show", out, "--plot", "x.svg", *["--wiring"] * bool(wirings), *wirings)
 
 
 # ---- decode.py -------------------------------------------------------------------------------------------------------
@@ -162,15 +157,14 @@ def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path)
     out, flags = tmp_path / "out.jsonl", ["--decode", 2, "--prefill", 8, "--rounds", 3, "--engines"]
     shown = printed(decode, *flags, "ours", "ours:int8", "--json", out)
     torch.compiler.set_stance("default")
-    lines = read(out)
+    lines = read_lines(out)
     assert [(x["engine"], x["kind"], x["n"]) for x in lines] == [
         (engine, kind, n) for kind, n in (("decode", 2), ("prefill", 8)) for engine in ("ours", "ours:int8")
     ]
     assert 0 < lines[0]["mbu"] < 1 and lines[0]["quartiles_ms"][0] <= lines[0]["ms"] and "mbu" not in lines[2]
     assert shown.count("| 10.0 |") == 2 and printed(decode, "--show", out) == shown
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(InputError, match="llama.cpp: .*llama_cpp.*; pip install llama-cpp-python gguf"):
-        decode.main([*map(str, flags), "llama.cpp"])
+    refused("llama.cpp: .*llama_cpp.*; pip install llama-cpp-python gguf", run_main, decode, *flags, "llama.cpp")
 
 
 def test_llama_cpp_s_file_of_a_mixture_with_latents_has_all_parameters(tmp_path):
@@ -205,7 +199,7 @@ def test_libraries_for_int4_are_compared_and_those_that_fail_are_skipped(printed
     ways = {**int4_libraries.WAYS, "wrong": lambda linear: lambda x: -linear(x), "absent": lambda linear: 1 / 0}
     monkeypatch.setattr(int4_libraries, "WAYS", ways)
     printed(int4_libraries, "--device", "cpu", "--json", tmp_path / "out")
-    rows = {(line["way"], line["rows"]) for line in read(tmp_path / "out")}
+    rows = {(line["way"], line["rows"]) for line in read_lines(tmp_path / "out")}
     assert rows >= {(way, n) for way in ("ours", "bfloat16", "floats each time") for n in (1, 3)}
     assert not {way for way, _ in rows} & {"wrong", "absent"}
 
@@ -216,9 +210,9 @@ def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path, p
     errors = iter([None, "broke", *[None] * 7])
     monkeypatch.setattr(gpu, "run", lambda command, seconds: next(errors))
     printed(gpu, "--device", "cpu", "--json", tmp_path / "out")
-    assert [line["error"] for line in read(tmp_path / "out")] == ["broke"] and not [*errors]
+    assert [line["error"] for line in read_lines(tmp_path / "out")] == ["broke"] and not [*errors]
     printed(gpu, "--device", "cpu", "--seconds", 0, "--json", tmp_path / "late")
-    assert [line["error"] for line in read(tmp_path / "late")] == ["no time left"] * 9
+    assert [line["error"] for line in read_lines(tmp_path / "late")] == ["no time left"] * 9
 
 
 def test_kernels_of_a_step_are_what_a_longer_run_has_more(printed, tmp_path, monkeypatch):
@@ -232,7 +226,7 @@ def test_kernels_of_a_step_are_what_a_longer_run_has_more(printed, tmp_path, mon
     rows = "| b | 1 | 9.0 | 45.0% |", "| 1 others | 2 | 2.0 | 10.0% |", "| between kernels | 0 | 9.0 | 45.0% |"
     assert all(row in step_kernels.table(step, 20) for row in rows)
     text = printed(step_kernels, "--device", "cpu", "--model", "1b:1", "--prompt-length", 4, "--json", tmp_path / "out")
-    (line,) = read(tmp_path / "out")
+    (line,) = read_lines(tmp_path / "out")
     assert "| the step |" in text and line["kernels"]["ladder::attention_step"][0] == 1 == line["n_layers"]
 
 
@@ -240,7 +234,7 @@ def test_kernels_of_a_step_are_what_a_longer_run_has_more(printed, tmp_path, mon
 def test_gpu_s_cases_run_on_a_cpu_in_small(tmp_path):
     script("benchmarks/gpu.py", "--device", "cpu", "--json", tmp_path / "out", "--traces", tmp_path / "traces",
            PYTHONPATH=str(ROOT))  # fmt: skip
-    lines = read(tmp_path / "out")
+    lines = read_lines(tmp_path / "out")
     assert not [line for line in lines if "error" in line]
     assert {line.get("quant") for line in lines if "tpot_ms" in line} == {None, "int8", "int4", "fp8"}
     assert {line["wiring"] for line in lines if "limit_ms" in line} == {
@@ -270,15 +264,12 @@ README = str(ROOT / "README.md")
     (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
 ])  # fmt: skip
 def test_bad_flags(script, flags, message):
-    with pytest.raises(InputError) as e:
-        script.main(shlex.split(flags))
-    assert str(e.value).startswith(message) and "\n" not in str(e.value)
+    refused(f"^{re.escape(message)}", script.main, shlex.split(flags))
 
 
 def test_a_script_runs_as_a_module():
     """And says in one line what is wrong."""
-    command = [sys.executable, "-m", "extras.measure.sweep", "--wiring", "x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-m", "extras.measure.sweep", "--wiring", "x")
     assert done.returncode == 2 and done.stderr.startswith("sweep.py: --wiring: unknown wiring 'x'")
     assert done.stderr.count("\n") == 1
 

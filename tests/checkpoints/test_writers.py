@@ -2,13 +2,14 @@
 
 import errno
 import fcntl
-import json
 import os
 import resource
 
 import pytest
 import torch
-from running import check_kills
+from cases import refused, slow_case
+from file_edits import read_lines
+from running import check_kills, run_main
 
 import quantize
 from ladder import outputs
@@ -36,7 +37,7 @@ def figure(out):
 def writers(tiny):
     """{name: a function that writes the output `out`}."""
     return {
-        "quantize": lambda out: quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(out)]),
+        "quantize": lambda out: run_main(quantize, "--checkpoint", tiny, "--mode", "int8", "--out", out),
         "append": append,
         "file": figure,
     }
@@ -45,7 +46,7 @@ def writers(tiny):
 # Killed
 
 
-KILLS = [("file", 1), ("append", 4), ("quantize", 7), pytest.param("quantize", 2, marks=pytest.mark.slow)]
+KILLS = [("file", 1), ("append", 4), ("quantize", 7), slow_case("quantize", 2)]
 
 
 @pytest.mark.parametrize("name, step", KILLS)
@@ -55,8 +56,7 @@ def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_w
 
 def test_a_folder_of_somebody_else_stays(tmp_path):
     (tmp_path / "new.tmp" / "precious").mkdir(parents=True)
-    with pytest.raises(InputError, match="new.tmp is needed to write .*new: give"):
-        figure(tmp_path / "new")
+    refused("new.tmp is needed to write .*new: give", figure, tmp_path / "new")
     assert names(tmp_path) == ["new.tmp"] and names(tmp_path / "new.tmp") == ["precious"]
 
 
@@ -67,8 +67,7 @@ def test_the_second_of_two_writers_is_told_at_once(writers, tmp_path):
     with outputs.reserved(tmp_path / "out") as folder:
         (folder / "part").write_text("")
         for name in "quantize", "file":
-            with pytest.raises(InputError, match="out is being written by another process$"):
-                writers[name](tmp_path / "out")
+            refused("out is being written by another process$", writers[name], tmp_path / "out")
         assert names(folder) == ["lock", "part"]
     assert names(tmp_path) == []
 
@@ -111,8 +110,7 @@ def test_a_disk_that_is_full_is_one_clear_line(name, size, writers, tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
     try:
-        with pytest.raises(InputError, match=f"^cannot write {tmp_path}/out: [^\n]*$"):
-            writers[name](tmp_path / "out")
+        refused(f"^cannot write {tmp_path}/out: [^\n]*$", writers[name], tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert names(tmp_path) == ["out"] * (name == "append")
@@ -156,11 +154,9 @@ def test_a_folder_that_cannot_be_synced_is_written_and_any_other_error_is_one_li
     descriptors = os.listdir("/proc/self/fd")
     for module, name in (os, "fsync"), (fcntl, "flock"):
         monkeypatch.setattr(module, name, unsupported(errno.EIO))
-        with pytest.raises(InputError, match="^cannot write .*other: .*Input/output error$"):
-            figure(tmp_path / "other")
+        refused("^cannot write .*other: .*Input/output error$", figure, tmp_path / "other")
         assert names(tmp_path) == ["other.tmp"] * (name == "flock") + ["out"]
-    with pytest.raises(InputError, match="^cannot write .*lines: .*Input/output error$"):
-        outputs.append_line(tmp_path / "lines", 1)
+    refused("^cannot write .*lines: .*Input/output error$", outputs.append_line, tmp_path / "lines", 1)
     assert os.listdir("/proc/self/fd") == descriptors
 
 
@@ -184,6 +180,6 @@ def test_many_append_at_the_same_time(tmp_path):
             outputs.append_line(path, {"from": i, "line": j, "text": "x" * 20_000})
         os._exit(0)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     assert len(lines) == 120
     assert all([x["line"] for x in lines if x["from"] == i] == [*range(30)] for i in range(4))

@@ -4,13 +4,13 @@ import argparse
 
 import pytest
 import torch
+from cases import refused
 from configs import BASE, change
 from helpers import write_model
 from running import call_main, main_on_ranks, run_ranks
 
 import generate
 from ladder.command_line import flags, shares
-from ladder.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,7 @@ def measured_texts(world, words):
 
 
 def measured_error(world, words):
-    with pytest.raises(InputError) as e:
-        measured_texts(world, words)
-    return str(e.value)
+    return refused("not started alike", measured_texts, world, words)
 
 
 def test_shares_flag():

@@ -3,17 +3,17 @@
 import copy
 import dataclasses
 import itertools
-import json
 import os
 import shutil
 from collections import Counter
 
 import pytest
 import torch
+from cases import refused, slow_case
 from configs import BASE, LONGROPE
 from decoding_runs import generate_json, make_runner, run_generate
-from file_edits import edit_config
-from helpers import greedy_tokens, naive, p_value, random_model, shard, train_tokenizer, write_model
+from file_edits import edit_config, write_json
+from helpers import greedy_tokens, naive, p_value, random_model, seeded, shard, train_tokenizer, write_model
 from running import run_ranks
 from safetensors.torch import save_file
 
@@ -45,7 +45,7 @@ def mild(config):
 @torch.no_grad()
 def noisy(net, noise):
     """A copy with other weights, which says the same the more often, the less the noise is."""
-    net, generator = copy.deepcopy(net), torch.Generator().manual_seed(1)
+    net, generator = copy.deepcopy(net), seeded(1)
     for weight in net.parameters():
         weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator))
     return net
@@ -106,7 +106,7 @@ def twins(world, wiring):
 
 @pytest.mark.parametrize("ranks, wiring", [
     (1, "standard"), (1, "ladder"), (1, "parallel"), (1, "delayed-2"), (2, "spd"),
-    pytest.param(3, "standard", marks=pytest.mark.slow), pytest.param(4, "ladder", marks=pytest.mark.slow),
+    slow_case(3, "standard"), slow_case(4, "ladder"),
 ])  # fmt: skip
 def test_greedy_tokens_do_not_know_of_a_draft(ranks, wiring):
     """Ranks accept alike, also where they sample, which depends on the number of lanes alone."""
@@ -160,8 +160,8 @@ def test_a_draft_s_table_may_be_padded_otherwise(rows):
         plain = generated(net, prompts=prompts)[0].rows
         done, used = generated(net, padded(noisy(net, 0.02), rows), 4, prompts)
         assert done.rows == plain and (rows < BASE.vocab_size or used.accepted[4])
-    with pytest.raises(InputError, match=f"draft has another vocabulary, of {rows} tokens, and the model's 131"):
-        of_model(padded(net, rows), 4, Runner(net, make_cache(net, 1, 20)), 80)  # no tokenizer leaves so many rows
+    words = f"draft has another vocabulary, of {rows} tokens, and the model's 131"  # no tokenizer leaves so many rows
+    refused(words, of_model, padded(net, rows), 4, Runner(net, make_cache(net, 1, 20)), 80)
 
 
 def padded_draft_on_ranks(world, rows):
@@ -186,7 +186,7 @@ def naive_lookup(ids, count):
 
 
 def test_ngrams_are_what_followed_the_last_time():
-    generator, draft = torch.Generator().manual_seed(0), speculative.Ngrams(4)
+    generator, draft = seeded(0), speculative.Ngrams(4)
     rows, counts = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], set()
     draft.begin()
     for i in range(40):
@@ -203,7 +203,7 @@ def test_ngrams_are_what_followed_the_last_time():
 # ---- Sampling: the model's own distribution --------------------------------------------------------------------------
 
 
-PADDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("wider", "narrower")]
+PADDED = [slow_case(name) for name in ("wider", "narrower")]
 
 
 @pytest.mark.parametrize("name", ["ngram", "near", *PADDED])
@@ -303,8 +303,7 @@ def test_a_vocabulary_is_known_by_its_tokens_and_not_by_its_padding(tiny, near, 
         assert plain.endswith(f"{text}\n")
     train_tokenizer(["Another text. It has other words, but as many tokens as the model."] * 30, 300, folder / "new")
     (folder / "new").replace(folder / "tokenizer.model")
-    with pytest.raises(InputError, match=f"--draft {folder} has another vocabulary: token [0-9]+ is '"):
-        run_generate(*flags, "--draft", folder)
+    refused(f"--draft {folder} has another vocabulary: token [0-9]+ is '", run_generate, *flags, "--draft", folder)
 
 
 DRAFTS = [("ngram@3", 2), ("near@3", 1)]
@@ -344,7 +343,7 @@ def test_a_chat_computes_only_what_is_new(drafts, template, tiny, near, tmp_path
     shutil.copytree(tiny, tmp_path / "chat")
     edit_config(tmp_path / "chat", max_seq_len=400)
     if TEMPLATES[template]:
-        (tmp_path / "chat" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATES[template]}))
+        write_json(tmp_path / "chat" / "tokenizer_config.json", {"chat_template": TEMPLATES[template]})
     turns, computed, prefill = [], [], Runner.prefill
 
     class Spy(generate.Generation):

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 from configs import BASE
-from helpers import random_model, shard, stop_using_kernels
+from helpers import random_model, second_best, shard, stop_using_kernels
 from running import main_on_ranks, run_ranks
 
 import generate
@@ -26,10 +26,6 @@ PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9], [3, 4, 3, 4, 3]]  # of unequal lengths, o
 NEW = 10
 CONFIG = dataclasses.replace(BASE, eos_ids=())
 SETTINGS = (0,), (0.8,), (1.3, 50, 0.9)  # temperature, top_k, top_p
-
-
-def second_best(logits, comm, sampler):
-    return comm.gather_logits(logits).topk(2).indices[:, 1]
 
 
 def second_best_tokens(net, ids, count):
@@ -73,7 +69,7 @@ def _call(self, original, edited, logits):
 
 
 EDITS = {edit.__name__: edit for edit in (replace, reload, wrap)}
-WHEN = "before", "after"  # the kernel is in use
+WHEN = pytest.mark.parametrize("when", ["before", "after"])  # the kernel is in use
 
 
 def edited(patch, edit, when):
@@ -111,7 +107,7 @@ def expected():
     return [second_best_tokens(net, prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("when", WHEN)
+@WHEN
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_in_a_batch(ranks, edit, when, expected):
@@ -121,7 +117,7 @@ def test_in_a_batch(ranks, edit, when, expected):
 
 @pytest.mark.parametrize("draft", ["ngram", "small"])
 @pytest.mark.parametrize("edit", ["replace", "reload"])
-@pytest.mark.parametrize("when", WHEN)
+@WHEN
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_with_a_draft(ranks, when, edit, draft, expected, capsys):
     """Whose proposals are accepted where sample chooses the same; the small model is the model itself."""
@@ -132,7 +128,7 @@ def test_with_a_draft(ranks, when, edit, draft, expected, capsys):
         assert capsys.readouterr().err.count("a draft's tokens are accepted where it chooses the same") == 1
 
 
-@pytest.mark.parametrize("when", WHEN)
+@WHEN
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_the_server_s_rows(ranks, edit, when, expected):
@@ -143,12 +139,8 @@ def test_in_the_server_s_rows(ranks, edit, when, expected):
 
 def served(world, edit, when):
     """The answers of rows with settings of their own."""
-    from extras.serve.rows import Rows
+    from decoding_runs import ASK, Rows
 
-    ask = {
-        "max_tokens": NEW, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "repetition_penalty": 1.0,
-        "logprobs": None, "echo": False,
-    }  # fmt: skip
     net = shard(CONFIG, world)
     answers = [[] for _ in PROMPTS]
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
@@ -156,14 +148,14 @@ def served(world, edit, when):
         rows = Rows(Runner(net, net.new_cache(len(PROMPTS), 40)), ())
         for i, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
             sampling = dict(zip(("temperature", "top_k", "top_p"), settings, strict=False))
-            rows.start(i, ask | {"ids": prompt, "sampling": sampling})
+            rows.start(i, ASK | {"max_tokens": NEW, "ids": prompt, "sampling": sampling})
         while rows.busy:
             for i, token, *_ in rows.step():
                 answers[i].append(token.id)
     return answers
 
 
-@pytest.mark.parametrize("when", WHEN)
+@WHEN
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_in_complete(draft, when, tiny, monkeypatch):
     model, tokenizer = load(tiny)

@@ -1,16 +1,26 @@
 """Exported folders in transformers: what they compute, how they load, what they become, and other people's trainers."""
 
 import re
-import subprocess
-import sys
 import types
 
 import pytest
 import torch
+from cases import refused
 from configs import BASE, YARN, change
 from helpers import ROOT, greedy_tokens, random_model, shared_data, write_model
-from hf_folders import FOLDED, HF_FAMILIES, MULTIMODAL, SMALL, TOKENS, check_parity, convert, hf_model, multimodal_model
-from running import script
+from hf_folders import (
+    FOLDED,
+    HF_FAMILIES,
+    MULTIMODAL,
+    SMALL,
+    TOKENS,
+    check_parity,
+    convert,
+    convert_hf,
+    hf_model,
+    multimodal_model,
+)
+from running import run_main, run_python, script
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -47,7 +57,7 @@ def write(folder, **changes):
     config = change(BASE, **changes)
     net = random_model(config)
     write_model(folder / "ours", config, net.state_dict())
-    to_hf.main([str(folder / "ours"), "--out", str(folder / "hf")])
+    run_main(to_hf, folder / "ours", "--out", folder / "hf")
     return net, folder / "hf"
 
 
@@ -57,7 +67,7 @@ def load(folder, auto=AutoModelForCausalLM, **kwargs):
 
 def check_back(folder, back):
     """That a Hugging Face folder becomes the checkpoint folder / "ours" again, bit by bit."""
-    convert_hf_checkpoint.main([str(folder), "--out", str(back)])
+    run_main(convert_hf_checkpoint, folder, "--out", back)
     ours = back.parent / "ours"
     assert checkpoint.read_config(back) == checkpoint.read_config(ours)
     before, after = (load_file(f / "model.safetensors") for f in (ours, back))
@@ -122,12 +132,12 @@ REFUSED_FAMILIES = {
 def test_transformers_own_families_come_back(family, tmp_path):
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "hf")
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    ours = convert_hf(tmp_path, "ours")
     if family in REFUSED_FAMILIES:
-        with pytest.raises(InputError, match=f"^{REFUSED_FAMILIES[family]} has no Hugging Face form here"):
-            to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
+        words = f"^{REFUSED_FAMILIES[family]} has no Hugging Face form here"
+        refused(words, run_main, to_hf, tmp_path / "ours", "--out", tmp_path / "back")
         return
-    to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back"), "--shard-gb", "1e-4"])
+    run_main(to_hf, tmp_path / "ours", "--out", tmp_path / "back", "--shard-gb", "1e-4")
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
     how = {"attn_implementation": theirs.config._attn_implementation}
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", **how).eval()
@@ -157,11 +167,10 @@ def test_what_has_no_form_is_refused(tmp_path, monkeypatch):
     for changes, words in REFUSED:
         config = change(BASE, **changes)
         write_model(tmp_path / "ours", config)
-        with pytest.raises(InputError, match=words):
-            to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
+        refused(words, run_main, to_hf, tmp_path / "ours", "--out", tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-    with pytest.raises(InputError, match="quant 'int8' has no Hugging Face form here, only None has one"):
-        to_hf.config_to_hf(change(BASE, quant="int8"), torch.float32)
+    line = "quant 'int8' has no Hugging Face form here, only None has one"
+    refused(line, to_hf.config_to_hf, change(BASE, quant="int8"), torch.float32)
 
 
 TEXTS = ["Once upon a time", "", " ", " a", "two  spaces   three", "  a\n\n b \n", "naïve 🙂 日本  é", "1▁▁", "▁ x▁ "]
@@ -213,15 +222,13 @@ def test_verify_tells_rounding_from_a_mistake(dtype, tmp_path, capsys, monkeypat
 
 def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenizer(tmp_path, capsys):
     hf, back = str(tmp_path / "hf"), str(tmp_path / "back")
-    to_hf.main([str(ROOT / "demo"), "--out", hf])
+    run_main(to_hf, ROOT / "demo", "--out", hf)
     convert_hf_checkpoint.main([hf, "--out", back, "--dtype", "float32"])
-    with pytest.raises(InputError, match="transformers cannot run .* --trust-remote-code "):
-        verify.main([hf, back])
+    refused("transformers cannot run .* --trust-remote-code ", verify.main, [hf, back])
     verify.main([hf, back, "--trust-remote-code"])
     assert re.search(r"next token: (\d+), in transformers \1\n", capsys.readouterr().out)
-    convert_hf_checkpoint.main([hf, "--out", str(tmp_path / "other"), "--wiring", "standard"])
-    with pytest.raises(InputError, match="transformers runs .*/hf as ladder, not as standard"):
-        verify.main([hf, str(tmp_path / "other")])
+    run_main(convert_hf_checkpoint, hf, "--out", tmp_path / "other", "--wiring", "standard")
+    refused("transformers runs .*/hf as ladder, not as standard", run_main, verify, hf, tmp_path / "other")
 
 
 @pytest.mark.parametrize("family", ["gemma2", "glm4, yarn", "olmo3", *MULTIMODAL])
@@ -230,8 +237,8 @@ def test_verify_runs_every_family(family, tmp_path, capsys):
         multimodal_model(*MULTIMODAL[family], tie_word_embeddings=False) if family in MULTIMODAL else hf_model(family)
     )
     theirs.save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "ours")
-    verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
+    convert_hf(tmp_path, "ours")
+    run_main(verify, tmp_path / "hf", tmp_path / "ours")
     assert "verified: it differs from transformers in logits of 64 tokens" in capsys.readouterr().out
 
 
@@ -242,11 +249,11 @@ def test_verify_runs_every_family(family, tmp_path, capsys):
 def test_the_page_shows_code_that_runs(tmp_path):
     for library in ("accelerate", "datasets", "peft", "trl"):
         pytest.importorskip(library, reason=f"{library} (requirements-peers.txt) is not installed")
-    to_hf.main([str(ROOT / "demo"), "--out", str(tmp_path / "hf" / "demo")])
+    run_main(to_hf, ROOT / "demo", "--out", tmp_path / "hf" / "demo")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "extras" / "export" / "README.md").read_text(), re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", "".join(blocks)], cwd=tmp_path, capture_output=True, text=True)
+    done = run_python("-c", "".join(blocks), cwd=tmp_path)
     assert done.returncode == 0 and "Once upon a time" in done.stdout, done.stderr
-    convert_hf_checkpoint.main([str(tmp_path / "hf" / "tuned"), "--out", str(tmp_path / "tuned")])
+    run_main(convert_hf_checkpoint, tmp_path / "hf" / "tuned", "--out", tmp_path / "tuned")
     assert checkpoint.read_config(tmp_path / "tuned") == checkpoint.read_config(ROOT / "demo")
     before, after = (checkpoint.Weights(folder) for folder in (ROOT / "demo", tmp_path / "tuned"))
     name = "layers.0.attention.wqkv.weight"

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import socket
 from pathlib import Path
@@ -12,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from cases import refused, slow_case
 from configs import BASE, BY_HAND, WIRED, queued, staleness, wired_id
+from file_edits import read_json
 from helpers import last_logits, random_model, shard, unequal_rows
 from running import RANKS, run_ranks
 
@@ -23,14 +24,13 @@ from extras.measure import exposed, link, probe
 from generate import Runner
 from ladder import benchmarking
 from ladder.decoding.batch import Sampler, pad
-from ladder.errors import InputError
 from ladder.lanes import wirings
 from ladder.ranks import gloo, launch
 from ladder.ranks.meeting import JoinedWorld
 from ladder.ranks.world import World
 from model import interleave, list_sublayers
 
-CPU = torch.device("cpu")
+CPU, OPS = torch.device("cpu"), torch.ops._c10d_functional
 
 
 # ---- The link --------------------------------------------------------------------------------------------------------
@@ -60,19 +60,9 @@ def test_a_world_over_a_link():
     assert (two.rank, two.tp_size, two.simulated) == (1, 2, False) and two.group.inner is dist.group
     assert link.emulate(JoinedWorld(1, 2, CPU, dist.group, shares=(3, 1)), link.FREE).shares == (3, 1)
     assert (eight.shares, two.shares) == ((1,) * 8, (1, 1))
-    with pytest.raises(InputError, match="a link needs two or more ranks, started with torchrun, or --simulate-tp"):
-        link.emulate(alone, link.FREE)
-    with pytest.raises(InputError, match="--simulate-tp is one rank alone: start it with python, not with torchrun"):
-        link.emulate(real, link.FREE, 4)
-
-
-def all_reduce(group, x):
-    ops = torch.ops._c10d_functional
-    return ops.all_reduce(x, "sum", group.group_name)
-
-
-def wait(pending):
-    return torch.ops._c10d_functional.wait_tensor(pending)
+    refused("a link needs two or more ranks, started with torchrun, or --simulate-tp", link.emulate, alone, link.FREE)
+    words = "--simulate-tp is one rank alone: start it with python, not with torchrun"
+    refused(words, link.emulate, real, link.FREE, 4)
 
 
 class Clock:
@@ -109,10 +99,10 @@ def test_all_reduces_take_what_was_asked_for(clock, text, numbers, seconds):
     group = link.LinkedGroup(None, link.parse(text), 0, 8, CPU)
     for computing in 0.0, 0.015, 0.0:  # while the link carries them
         start = clock.now
-        pending = [all_reduce(group, torch.ones(n)) for n in numbers]
+        pending = [OPS.all_reduce(torch.ones(n), "sum", group.group_name) for n in numbers]
         clock.now += computing
         for one in pending:
-            wait(one)
+            OPS.wait_tensor(one)
         assert clock.now - start == pytest.approx(seconds, abs=2e-5 if "tcp" in text else 2e-6)
 
 
@@ -131,8 +121,8 @@ def on_and_off(world, compile, cases):
 
 
 @pytest.mark.parametrize("tp_size, cases", [
-    (2, WIRED), (3, WIRED), pytest.param(4, WIRED, marks=pytest.mark.slow),
-    pytest.param(2, [{"wiring": "ladder"}], marks=pytest.mark.slow),
+    (2, WIRED), (3, WIRED), slow_case(4, WIRED),
+    slow_case(2, [{"wiring": "ladder"}]),
 ])  # fmt: skip
 def test_an_emulated_link_changes_no_number(tp_size, cases):
     for answers in run_ranks(tp_size, on_and_off, cases is not WIRED, cases):
@@ -317,7 +307,7 @@ def probed(world, out):
 
 def test_the_probe_times_all_reduces(tmp_path):
     run_ranks(RANKS, probed, str(tmp_path / "out.jsonl"))
-    line = json.loads((tmp_path / "out.jsonl").read_text())
+    line = read_json(tmp_path / "out.jsonl")
     assert line["probe"]["bandwidth"] == [2e9] * RANKS and line["tp"] == RANKS
     assert [r["bytes"] for r in line["probe"]["all_reduce"]] == [1024, 4096]
     assert line["probe"]["all_reduce"][0]["us"] > 0

@@ -1,5 +1,6 @@
 """Retraining a real model: which layers are chosen, what is frozen and shared, and what alignment minimises."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -7,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import refused
 from configs import BASE, GEMMA, change
+from file_edits import read_json, write_lines
 from helpers import greedy_tokens, p_value, random_model, write_model
-from running import run_ranks
-from training_runs import Letters, check_resumption, check_same_run, train_on_rank, trainee_like
+from running import run_main, run_ranks
+from training_runs import Letters, check_resumption, check_same_run, random_batch, train_on_rank, trainee_like
 
 from extras.training import adapt, answers, choose, curves, data, own_text, partials
 from ladder.checkpoints import checkpoint, writing
-from ladder.errors import InputError
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.text.tokenizer import load_tokenizer
 from model import interleave, rewired
@@ -74,16 +76,14 @@ def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd, monk
     flags = ["--checkpoint", str(tmp_path / "six"), "--text", str(tmp_path / "a.txt"), "--layers", "1"]
     how = ["--link", "pcie", "--tp", "5", "--json", str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "x.svg")]
     choose.main([*flags, *how])
-    printed, line = capfd.readouterr().out, json.loads((tmp_path / "x.jsonl").read_text())
+    printed, line = capfd.readouterr().out, read_json(tmp_path / "x.jsonl")
     assert printed.endswith("--wiring ladder:2,\n") and "times as fast over pcie: ladder:2,\n" in printed
     assert line["order"] == [2] and len(line["alone"]) == 6 and "<svg" in (tmp_path / "x.svg").read_text()
     for more, message in ("--layers 7", "has 6"), ("--wiring spd", "one by one"), ("--wiring ladder:2", "one by one"):
-        with pytest.raises(InputError, match=message):
-            choose.main([*flags, *more.split()])
+        refused(message, choose.main, [*flags, *more.split()])
     mixture = {"n_experts": 4, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 16}
     monkeypatch.setattr(writing, "read_original", lambda folder: change(config, mixture=mixture))
-    with pytest.raises(InputError, match="farskip of standard: layers are chosen one by one"):
-        choose.main([*flags, "--wiring", "farskip"])
+    refused("farskip of standard: layers are chosen one by one", choose.main, [*flags, "--wiring", "farskip"])
 
 
 def batch_and_models(train):
@@ -92,10 +92,7 @@ def batch_and_models(train):
     student = adapt.Trainee(config).double()
     student.load_state_dict(teacher.state_dict())
     adapt.freeze(student, SIX, train)
-    generator = torch.Generator().manual_seed(0)
-    tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
-    counts = torch.rand(2, 9, generator=generator) < 0.6
-    return data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None), student, teacher
+    return random_batch(), student, teacher
 
 
 def test_what_lies_below_is_shared_and_gradients_above_are_those_of_the_whole():
@@ -174,8 +171,7 @@ def test_only_what_is_trained_changes(retraining_flags, tiny, tmp_path):
         ("--align-steps 6", "less than --steps 6"),
         ("--wiring pair:1,2 --align-steps 1", "--align-steps takes a wiring with the sublayers"),
     ):
-        with pytest.raises(InputError, match=message):
-            adapt.main([*retraining_flags, *more.split(), "--out", str(tmp_path / "out2")])
+        refused(message, run_main, adapt, *retraining_flags, *more.split(), "--out", tmp_path / "out2")
 
 
 @pytest.mark.slow
@@ -215,14 +211,15 @@ def lone(fake_world, monkeypatch):
 
 def test_own_text_has_the_teacher_s_distribution_and_goes_on_where_it_was_killed(tiny, tmp_path, lone):
     path, rows = tmp_path / "own.tokens", 1501
-    _write_own(lone, path, str(tiny), 4 * (rows - 1))
+    write = functools.partial(_write_own, lone, path, str(tiny), 4 * (rows - 1))
+    write()
     ids, whole = own_ids(path), path.read_bytes()
     assert len(ids) == rows and (ids[:, 0] == 1).all()
     with pytest.MonkeyPatch.context() as m:
         m.setattr(own_text, "Sampler", None)  # nothing is written again
-        _write_own(lone, path, str(tiny), 4 * (rows - 1))
+        write()
     path.write_bytes(whole[: len(whole) // 2 + 5])
-    _write_own(lone, path, str(tiny), 4 * (rows - 1))
+    write()
     assert path.read_bytes() == whole
     model = random_model(checkpoint.read_config(tiny))
     with torch.no_grad():
@@ -238,8 +235,7 @@ def test_a_chat_model_invents_the_question(tiny):
     assert own_text.opening(Letters(), BASE, "x") == [1, *b"u:"]
     tokenizer = load_tokenizer(tiny)
     assert own_text.opening(tokenizer, BASE, "x") == [1]
-    with pytest.raises(InputError, match="neither a chat template nor a BOS"):
-        own_text.opening(tokenizer, change(BASE, bos_id=None), "x")
+    refused("neither a chat template nor a BOS", own_text.opening, tokenizer, change(BASE, bos_id=None), "x")
 
 
 @pytest.mark.slow
@@ -253,8 +249,9 @@ def test_two_ranks_write_and_train_alike(retraining_flags, tmp_path, monkeypatch
     run_ranks(2, train_on_rank, [*retraining_flags, "--own-text", "200", "--out", str(tmp_path / "out2")])
     check_same_run(tmp_path / "out", tmp_path / "out2", 1e-5)
     for more, message in ("--plain", "takes a teacher"), ("--seq-len 1", "no longer than the 1 tokens"):
-        with pytest.raises(InputError, match=message):
-            adapt.main([*retraining_flags, "--own-text", "9", *more.split(), "--out", str(tmp_path / "out3")])
+        refused(
+            message, run_main, adapt, *retraining_flags, "--own-text", "9", *more.split(), "--out", tmp_path / "out3"
+        )
 
 
 # Answers
@@ -265,15 +262,15 @@ def test_answers_are_the_naive_greedy_ones_and_compared_word_for_word(tiny, tmp_
     write_model(tmp_path / "other", rewired(config, "ladder:1"))
     writing.copy_tokenizer(tiny, tmp_path / "other")
     flags = ["--compare", str(tiny), "--prompts", "7", "--tokens", "4", "--json", str(tmp_path / "x.jsonl")]
-    answers.main(["--checkpoint", str(tmp_path / "other"), *flags])
-    line = json.loads((tmp_path / "x.jsonl").read_text())
+    run_main(answers, "--checkpoint", tmp_path / "other", *flags)
+    line = read_json(tmp_path / "x.jsonl")
     mine, theirs = (
         [[*greedy_tokens(random_model(c), ids, 4, 2), 2][:4] for ids in answers.prompts(tokenizer, 7)]
         for c in (rewired(config, "ladder:1"), config)
     )
     first = [next((i for i in range(4) if a[i] != b[i]), 4) for a, b in zip(mine, theirs, strict=True)]
     assert line["alike"] == sum(n == 4 for n in first) < 7 and line["mean_same_tokens"] == sum(first) / 7 > 0
-    answers.main(["--checkpoint", str(tiny), *flags])
+    run_main(answers, "--checkpoint", tiny, *flags)
     assert "7 of 7 answers (100.0%) are the same for 4 tokens" in capfd.readouterr().err
     assert len({*map(tuple, answers.prompts(tokenizer, 200))}) == 200
 
@@ -284,14 +281,13 @@ def test_curves_are_read_from_a_run_s_log_and_from_results_and_drawn(tmp_path):
         for i in range(12)
     ]
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    write_lines(tmp_path / "run" / "log.jsonl", log)
     lines = [{"what": "choose"}, {"name": "all", "log": log}, {"name": "short", "log": log[:9]}, {"log": log}]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "x.jsonl", lines)
     points = [(100, 1 / 2), (300, 1 / 4), (500, 1 / 6), (700, 1 / 8), (900, 1 / 10), (1100, 1 / 12)]
     assert curves.curves(tmp_path / "run" / "log.jsonl") == {str(tmp_path / "run"): points}
     assert curves.curves(tmp_path / "x.jsonl") == {"all": points}
-    curves.main([str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "x.svg")])
+    run_main(curves, tmp_path / "x.jsonl", "--plot", tmp_path / "x.svg")
     assert "<svg" in (tmp_path / "x.svg").read_text()
     (tmp_path / "x.jsonl").write_text(json.dumps(lines[2]) + "\n")
-    with pytest.raises(InputError, match="no log has five validations"):
-        curves.main([str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "y.svg")])
+    refused("no log has five validations", run_main, curves, tmp_path / "x.jsonl", "--plot", tmp_path / "y.svg")

@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -23,16 +22,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import slow_case
 from configs import BASE, LINEAR_ATTENTION
 from decoding_runs import ASK, answer_in_turns
-from file_edits import edit_config
-from helpers import ROOT, greedy_tokens, randn, random_model, shard
-from running import command, run_ranks
+from file_edits import edit_config, write_lines
+from helpers import ALONE, ROOT, greedy_tokens, randn, random_model
+from running import command, run_main, run_python, run_ranks
 
-import tp
 from complete import complete, load
 from generate import Runner
-from ladder.ranks.world import World
 from ladder.text import template
 from ladder.text.tokenizer import load_tokenizer
 
@@ -49,7 +47,7 @@ slow = pytest.mark.slow
 
 def test_without_its_packages_it_ends_in_one_line():
     code = "import runpy, sys; sys.modules['uvicorn'] = None; runpy.run_path('serve.py', run_name='__main__')"
-    ended = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True)
+    ended = run_python("-c", code, "--help")
     assert ended.returncode == 2 and re.fullmatch(r".*uvicorn are missing.*: make serve.*\n", ended.stderr)
 
 
@@ -94,20 +92,25 @@ class Server:
         connection.request("GET" if body is None else "POST", path, data, headers)
         response = connection.getresponse()
         response.close_all = lambda: (response.close(), connection.close())
+        response.json = lambda: json.loads(response.read())
         return response
 
     def ask(self, path="/v1/completions", **body):
         """Return (status, answer)."""
         response = self.send(path, body)
-        return response.status, json.loads(response.read())
+        return response.status, response.json()
+
+    def choice(self, **body):
+        """Return the first choice of a good answer."""
+        status, answer = self.ask(**body)
+        assert status == 200, answer
+        return answer["choices"][0]
 
     def text(self, prompt, **body):
-        status, answer = self.ask(prompt=prompt, **{"temperature": 0, "max_tokens": 12} | body)
-        assert status == 200, answer
-        return answer["choices"][0]["text"]
+        return self.choice(prompt=prompt, **{"temperature": 0, "max_tokens": 12} | body)["text"]
 
     def requests(self):
-        return json.loads(self.send("/health").read())["requests"]
+        return self.send("/health").json()["requests"]
 
     def events(self, **body):
         """Yield the server-sent events of a request that streams."""
@@ -128,16 +131,29 @@ def model():
     return load(ROOT / "demo", "cpu", "float32")
 
 
+def wait_until(happens, seconds=60):
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def story(model):
+    """A text that the model ends by itself."""
+    return "Once upon a time" + complete(*model, ["Once upon a time"], 240, temperature=0.5, seed=8)[0]
+
+
 def prompts_of(n, seed):
     r = random.Random(seed)
     return r, [[1, *(r.randrange(3, 131) for _ in range(r.randrange(0, 20)))] for _ in range(n)]
 
 
-BASES = [(BASE, "ladder"), (LINEAR_ATTENTION, "ladder"), pytest.param(BASE, "standard", marks=slow)]
+BASES = [(BASE, "ladder"), (LINEAR_ATTENTION, "ladder"), slow_case(BASE, "standard")]
 
 
 @pytest.mark.parametrize("base, wiring", BASES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, slow_case(4)])
 def test_rows_answer_as_if_alone(ranks, base, wiring):
     config = dataclasses.replace(base, wiring=wiring)
     r, ids = prompts_of(7, 0)
@@ -182,7 +198,7 @@ def test_requests_with_settings_of_their_own_are_answered_as_if_alone(ranks):
         names = "temperature", "top_k", "top_p", "min_p"
         request["sampling"] = dict(zip(names, ways[i % 6], strict=False)) | {"seed": i}
         requests.append((i // 2, ASK | request))
-    alone, _ = answer_in_turns(World(0, 1, torch.device("cpu")), config, requests, 1)
+    alone, _ = answer_in_turns(ALONE, config, requests, 1)
     with torch.inference_mode():
         for (_, request), answer in zip(requests, alone, strict=True):
             if not request["sampling"]["temperature"]:
@@ -192,33 +208,26 @@ def test_requests_with_settings_of_their_own_are_answered_as_if_alone(ranks):
         assert answers == alone and max(sizes) == (5, 5)
 
 
-def adjusted_logits(world, logits):
-    """The logits of all ranks from which rows of several settings draw their first tokens."""
-    net = shard(BASE, world)
-    rows = Rows(Runner(net, net.new_cache(2, 9)), BASE.eos_ids)
-    settings = {"repetition_penalty": 1.5}, {"min_tokens": 3, "stop_token_ids": [9]}
-    for row, more in zip(rows, settings, strict=True):
-        rows.start(row.slot, ASK | {"ids": [5, 6, 7, 5], "max_tokens": 4} | more)
-        row.ids = [5, 6, 7, 5]
-    part = slice(*tp.vocab_range(BASE.vocab_size, world.rank, world.shares))
-    return net.comm.gather_logits(rows.adjusted(rows, logits[:, part]))
+def two_rows():
+    """A model, and its Rows without an end-of-sequence."""
+    net = random_model(BASE)
+    return net, Rows(Runner(net, net.new_cache(2, 64)), ())
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_penalties_and_least_lengths_change_logits_as_defined(ranks):
-    logits = randn(2, BASE.vocab_size)
+def test_a_penalty_divides_positive_logits_and_multiplies_negative_ones():
+    """Which a greedy choice does not show: a negative one is hardly ever the largest."""
+    _, rows = two_rows()
+    rows.start(0, ASK | {"ids": [5, 6, 7, 5], "max_tokens": 4, "repetition_penalty": 1.5})
+    logits = randn(1, BASE.vocab_size)
     expected = logits.double()
     for i in 5, 6, 7:
         expected[0, i] *= 1 / 1.5 if expected[0, i] > 0 else 1.5
     assert len({*logits[0, 5:8].sign().tolist()}) == 2  # both cases
-    expected[1, [2, 9]] = torch.finfo(torch.float32).min
-    for adjusted in run_ranks(ranks, adjusted_logits, logits):
-        torch.testing.assert_close(adjusted.double(), expected)
+    torch.testing.assert_close(rows.adjusted(rows[:1], logits).double(), expected)
 
 
 def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
-    net = random_model(BASE)
-    rows = Rows(Runner(net, net.new_cache(2, 64)), ())
+    net, rows = two_rows()
     ask = ASK | {"max_tokens": 4}
     with torch.inference_mode():
         for i in range(2):
@@ -233,8 +242,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
 
 def test_a_long_prompt_is_prefilled_between_the_steps_of_others(monkeypatch):
     monkeypatch.setattr(rows, "SHORT_CHUNK", 4)
-    net = random_model(BASE)
-    two = Rows(Runner(net, net.new_cache(2, 64)), ())
+    net, two = two_rows()
     ask = ASK | {"max_tokens": 30}
     with torch.inference_mode():
         two.start(0, ask | {"ids": [5, 6, 7]})
@@ -283,10 +291,9 @@ def test_a_stop_string_may_not_end_in_the_first_min_tokens():
         assert shown == whole[: next(ends, 9 + len(stop)) - len(stop)], (min_tokens, stop)
 
 
-def test_what_load_generators_send(server, model):
-    [story] = complete(*model, ["Once upon a time"], 240, temperature=0.5, seed=8)  # it ends by itself
-    count = len(model[1].encode(f"Once upon a time{story}")) - 5
-    ask = {"prompt": f"Once upon a time{story}", "max_tokens": 9, "temperature": 0}
+def test_what_load_generators_send(server, model, story):
+    count = len(model[1].encode(story)) - 5
+    ask = {"prompt": story, "max_tokens": 9, "temperature": 0}
 
     def choice(**more):
         answer = server.ask(**ask | more)[1]
@@ -346,7 +353,7 @@ def log_probabilities(net, ids):
 def test_logprobs_are_those_of_the_model(prompt, server, model):
     net, tokenizer = model
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "logprobs": 3, "echo": True}
-    choice = server.ask(**body)[1]["choices"][0]
+    choice = server.choice(**body)
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     ids = ids + greedy_tokens(net, ids, 2)
     logp, logprobs = log_probabilities(net, ids), choice["logprobs"]
@@ -362,12 +369,11 @@ def test_logprobs_are_those_of_the_model(prompt, server, model):
         assert max(tops[at].values()) == pytest.approx(float(logp[at - 1].max()), abs=1e-3) and len(tops[at]) >= 3
 
 
-def test_a_harness_may_drop_the_last_entry_also_if_it_is_end_of_sequence(server, model):
-    [story] = complete(*model, ["Once upon a time"], 240, temperature=0.5, seed=8)
+def test_a_harness_may_drop_the_last_entry_also_if_it_is_end_of_sequence(server, story):
     ask = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
-    ended, longer = (server.ask(prompt=f"Once upon a time{story}{more}", **ask)[1] for more in ("", " Then"))
+    ended, longer = (server.ask(prompt=f"{story}{more}", **ask)[1] for more in ("", " Then"))
     own, other = (answer["choices"][0]["logprobs"]["token_logprobs"] for answer in (ended, longer))
-    assert ended["choices"][0]["text"] == f"Once upon a time{story}" and ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["choices"][0]["text"] == story and ended["choices"][0]["finish_reason"] == "stop"
     assert len(own) == ended["usage"]["total_tokens"] and own[1:-1] == pytest.approx(other[1 : len(own) - 1], abs=1e-3)
 
 
@@ -387,7 +393,8 @@ def test_of_equal_texts_the_likelier_stays_and_bytes_have_names(model):
 
 def test_logprobs_of_a_chat(server, model):
     chat = {"messages": [{"role": "user", "content": "Once upon"}], "max_tokens": 2, "temperature": 0, "logprobs": True}
-    first, second = server.ask("/v1/chat/completions", **chat, top_logprobs=2)[1]["choices"][0]["logprobs"]["content"]
+    answer = server.choice(path="/v1/chat/completions", **chat, top_logprobs=2)
+    first, second = answer["logprobs"]["content"]
     assert len(first["top_logprobs"]) == len(second["top_logprobs"]) == 2 and first["token"] == " a"
     best = float(log_probabilities(model[0], model[1].encode("Once upon"))[-1].max())
     assert first["logprob"] == first["top_logprobs"][0]["logprob"] == pytest.approx(best, abs=1e-3)
@@ -395,53 +402,56 @@ def test_logprobs_of_a_chat(server, model):
 
 OK = {"prompt": "One day", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-REFUSED = [  # body, status, words of the message
-    (b"{", 400, "is not JSON"), (b'{"prompt": NaN}', 400, "is not JSON"), (b"[" * 99999, 400, "is not JSON"),
-    (b"\xff\xfe", 400, "is not JSON"), (b"[1]", 400, "is not a JSON object"), (b"", 400, "is not JSON"),
-    ({}, 400, "has 0 tokens"), (OK | {"prompt": ["a"] * 44}, 400, "44 prompts but at most 43"),
-    (OK | {"prompt": ["a", 1]}, 400, "token ids are"), (OK | {"prompt": [["a"]]}, 400, "token ids are"),
-    (b'{"\\ud800": 1}', 400, "surrogates not allowed"), (OK | {"prompt": "\ud800"}, 400, "surrogates not allowed"),
-    (OK | {"prompt": [1.5]}, 400, "token ids are"), (OK | {"prompt": [True]}, 400, "token ids are"),
-    (OK | {"prompt": [1024]}, 400, "from 0 to 1023"), (OK | {"prompt": []}, 400, "has 0 tokens"),
-    (OK | {"prompt": [5] * 256}, 400, "has 256 tokens but must have from 1 to 255"),
-    (OK | {"max_tokens": 0}, 400, "max_tokens is 0"), (OK | {"max_tokens": "3"}, 400, "max_tokens is '3'"),
-    (OK | {"temperature": -1}, 400, "temperature is -1"), (OK | {"temperature": True}, 400, "temperature is True"),
-    (OK | {"top_p": 7}, 400, "top_p is 7"), (OK | {"seed": 2**64}, 400, "seed is 18446744073709551616 but"),
-    (OK | {"top_k": -2}, 400, "top_k is -2"), (OK | {"skip_special_tokens": False}, 400, "is not implemented"),
-    (OK | {"repetition_penalty": 0}, 400, "repetition_penalty is 0"), (CHAT | {"logprobs": 0}, 400, "wrong type"),
-    (OK | {"min_p": 1.5}, 400, "min_p is 1.5"), (OK | {"min_tokens": 3}, 400, "min_tokens is 3 but must be from 0 to"),
-    (OK | {"ignore_eos": 1}, 400, "ignore_eos is 1"), (OK | {"stop_token_ids": [1024]}, 400, "stop_token_ids must be"),
-    (OK | {"stop_token_ids": "a"}, 400, "of a wrong type"), (OK | {"presence_penalty": 1}, 400, "is not implemented"),
-    (OK | {"stop": [""]}, 400, "stop must"),
-    (OK | {"stop": ["a"] * 17}, 400, "stop must"), (OK | {"stop": [3]}, 400, "stop must"),
-    (OK | {"logprobs": 99}, 400, "logprobs are of 0 to 20"), (OK | {"echo": 1}, 400, "echo is 1"),
-    (OK | {"n": 2}, 400, "n is 2, which is not implemented"), (OK | {"top_a": 1}, 400, "top_a is 1, which is not"),
-    (OK | {"messages": [1]}, 400, "messages is [1], which is not"), (OK | {"model": "gpt-5"}, 404, "this is 'demo'"),
-    (OK | {"prompt": "x" * 2**22}, 413, "more than 4194304 bytes"),
-    (OK | {"prompt": ["a", "b"], "stream": True}, 400, "a stream takes one prompt"),
-    (CHAT | {"messages": []}, 400, "messages must be"), (CHAT | {"messages": [3]}, 400, "messages[0] is 3, but must"),
-    (CHAT | {"messages": [{"role": "user"}, {"content": "x"}]}, 400, "messages[1] has the role None, which must be a"),
-    (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url'}], which must be a"),
-    (CHAT | {"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, 400, "has 'tool_call_id', which"),
-    (CHAT | {"logprobs": 1}, 400, "wrong type"), (CHAT | {"tools": [{"type": "function"}]}, 400, "tools is"),
+REFUSED = [  # a body, or what it has besides OK; words of the message
+    (b"{", "is not JSON"), (b'{"prompt": NaN}', "is not JSON"), (b"[" * 99999, "is not JSON"),
+    (b"\xff\xfe", "is not JSON"), (b"[1]", "is not a JSON object"), (b"", "is not JSON"), (b"{}", "has 0 tokens"),
+    ({"prompt": ["a"] * 44}, "44 prompts but at most 43"), ({"prompt": ["a", 1]}, "token ids are"),
+    ({"prompt": [["a"]]}, "token ids are"), (b'{"\\ud800": 1}', "surrogates not allowed"),
+    ({"prompt": "\ud800"}, "surrogates not allowed"), ({"prompt": [1.5]}, "token ids are"),
+    ({"prompt": [True]}, "token ids are"), ({"prompt": [1024]}, "from 0 to 1023"), ({"prompt": []}, "has 0 tokens"),
+    ({"prompt": [5] * 256}, "has 256 tokens but must have from 1 to 255"), ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"max_tokens": "3"}, "max_tokens is '3'"), ({"temperature": -1}, "temperature is -1"),
+    ({"temperature": True}, "temperature is True"), ({"top_p": 7}, "top_p is 7"),
+    ({"seed": 2**64}, "seed is 18446744073709551616 but"), ({"top_k": -2}, "top_k is -2"),
+    ({"skip_special_tokens": False}, "is not implemented"), ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+    ({"min_p": 1.5}, "min_p is 1.5"), ({"min_tokens": 3}, "min_tokens is 3 but must be from 0 to"),
+    ({"ignore_eos": 1}, "ignore_eos is 1"), ({"stop_token_ids": [1024]}, "stop_token_ids must be"),
+    ({"stop_token_ids": "a"}, "of a wrong type"), ({"presence_penalty": 1}, "is not implemented"),
+    ({"stop": [""]}, "stop must"), ({"stop": ["a"] * 17}, "stop must"), ({"stop": [3]}, "stop must"),
+    ({"logprobs": 99}, "logprobs are of 0 to 20"), ({"echo": 1}, "echo is 1"),
+    ({"n": 2}, "n is 2, which is not implemented"), ({"top_a": 1}, "top_a is 1, which is not"),
+    ({"messages": [1]}, "messages is [1], which is not"), ({"model": "gpt-5"}, "this is 'demo'"),
+    ({"prompt": "x" * 2**22}, "more than 4194304 bytes"),
+    ({"prompt": ["a", "b"], "stream": True}, "a stream takes one prompt"),
 ]  # fmt: skip
+REFUSED_CHATS = [  # what a body has besides CHAT; words of the message
+    ({"logprobs": 0}, "wrong type"), ({"messages": []}, "messages must be"),
+    ({"messages": [3]}, "messages[0] is 3, but must"),
+    ({"messages": [{"role": "user"}, {"content": "x"}]}, "messages[1] has the role None, which must be a"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url'}], which must be a"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, "has 'tool_call_id', which"),
+    ({"logprobs": 1}, "wrong type"), ({"tools": [{"type": "function"}]}, "tools is"),
+]  # fmt: skip
+STATUSES = {"this is 'demo'": 404, "more than 4194304 bytes": 413}  # the others' is 400
 
 
-@pytest.mark.parametrize("body, status, words", REFUSED, ids=str)
-def test_bad_requests_are_error_objects(server, body, status, words):
-    chat = not isinstance(body, bytes) and "messages" in body and "prompt" not in body
-    response = server.send(f"/v1/{'chat/' if chat else ''}completions", body)
-    error = json.loads(response.read())["error"]
-    assert response.status == status and words in error["message"] and error["type"] == "invalid_request_error"
+@pytest.mark.parametrize("path, body, words", [
+    *(("completions", more if isinstance(more, bytes) else OK | more, words) for more, words in REFUSED),
+    *(("chat/completions", CHAT | more, words) for more, words in REFUSED_CHATS),
+], ids=str)  # fmt: skip
+def test_bad_requests_are_error_objects(server, path, body, words):
+    response = server.send(f"/v1/{path}", body)
+    error = response.json()["error"]
+    assert response.status == STATUSES.get(words, 400) and words in error["message"]
+    assert error["type"] == "invalid_request_error"
 
 
 def test_what_asks_for_nothing_passes(server):
     neutral = {"repetition_penalty": 1.0, "top_k": -1, "seed": -1, "n": 1, "logit_bias": {}, "stop": "", "best_of": 1}
     neutral |= {"min_p": 0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": []}
     neutral |= {"skip_special_tokens": True, "logprobs": False, "presence_penalty": 0.0, "suffix": None, "tools": []}
-    status, answer = server.ask(**OK, **neutral)
-    assert status == 200 and answer["choices"][0]["logprobs"] is None
-    assert server.ask(**OK | {"logprobs": 0})[1]["choices"][0]["logprobs"]["token_logprobs"]
+    assert server.choice(**OK, **neutral)["logprobs"] is None
+    assert server.choice(**OK | {"logprobs": 0})["logprobs"]["token_logprobs"]
 
 
 def test_what_clients_send_for_greedy_and_any_seed_of_64_bits(server):
@@ -503,29 +513,34 @@ def new_front(monkeypatch, address="127.0.0.1", api_key=None):
     listener = socket.create_server((address, 0), family=family)
     monkeypatch.setattr(serving.ending, "at_end", [])
     front = serving.Front(args, serving.Listener(fileno=listener.detach()))
-    front.args = args
+    front.args, front.send = args, functools.partial(Server.send, SimpleNamespace(port=front.address[1]))
     try:
         yield front
     finally:
         front.close()
 
 
+def make_ready(front, model):
+    net, tokenizer = model
+    front.ready(SimpleNamespace(config=net.config, max_new_tokens=99, tokenizer=tokenizer, args=front.args))
+
+
 @contextlib.contextmanager
 def loaded_front(monkeypatch, model, *args, **more):
     with new_front(monkeypatch, *args, **more) as front:
-        front.ready(SimpleNamespace(config=model[0].config, max_new_tokens=99, tokenizer=model[1], args=front.args))
+        make_ready(front, model)
         yield front
 
 
 def test_a_server_that_loads_says_so_and_then_names_its_model(monkeypatch, model):
     monkeypatch.setattr(serving, "IDLE_SECONDS", 0.5)
     with new_front(monkeypatch) as front:
-        send = functools.partial(Server.send, SimpleNamespace(port=front.address[1]))
+        send = front.send
         for path in "/health", "/v1/models":
             response = send(path)
-            assert response.status == 503 and "loading" in json.loads(response.read())["error"]["message"]
-        front.ready(SimpleNamespace(config=model[0].config, max_new_tokens=99, tokenizer=model[1], args=front.args))
-        assert json.loads(send("/v1/models/org/demo").read())["id"] == "org/demo" and send("/v1/models/x").status == 404
+            assert response.status == 503 and "loading" in response.json()["error"]["message"]
+        make_ready(front, model)
+        assert send("/v1/models/org/demo").json()["id"] == "org/demo" and send("/v1/models/x").status == 404
         for origin, status in ("https://a.example", 200), ("https://b.example", 403):
             response = send("/health", None, **{"Origin": origin, "Sec-Fetch-Site": "cross-site"})
             allowed = response.headers["Access-Control-Allow-Origin"]
@@ -592,8 +607,8 @@ def test_a_renderer_that_others_end_is_not_the_clients_fault(monkeypatch, model,
     with loaded_front(monkeypatch, model) as front:
         monkeypatch.setattr(model[1], "template", "{{ messages }}")
         ask = {"messages": [{"role": "user", "content": "Hi"}]}
-        response = Server.send(SimpleNamespace(port=front.address[1]), "/v1/chat/completions", ask)
-        error = json.loads(response.read())["error"]
+        response = front.send("/v1/chat/completions", ask)
+        error = response.json()["error"]
         assert (response.status, error["type"], error["message"]) == (500, "server_error", "the process was ended")
     assert "the process was ended" in caplog.text
 
@@ -607,17 +622,13 @@ def test_a_client_that_has_gone_is_told_from_one_that_only_ended_its_own_directi
         client = socket.create_connection(front.address, timeout=5)
         head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
-        while not front.open:
-            time.sleep(0.01)
+        wait_until(lambda: front.open)
         client.close() if gone else client.shutdown(socket.SHUT_WR)
         return client, [*front.open][0]
 
     with loaded_front(monkeypatch, model) as front:
         waiting("1.1", True)
-        end = time.monotonic() + 3
-        while front.open:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: not front.open, 3)
         for version in "1.1", "1.0":
             client, answer = waiting(version, False)
             time.sleep(1)
@@ -667,7 +678,7 @@ def has_ipv6():
 def test_a_key_follows_its_scheme_in_any_case(header, status, monkeypatch, model):
     with loaded_front(monkeypatch, model, api_key="k 1") as front:
         headers = {} if header is None else {"Authorization": header}
-        response = Server.send(SimpleNamespace(port=front.address[1]), "/v1/models", **headers)
+        response = front.send("/v1/models", **headers)
         assert (response.status, response.headers["WWW-Authenticate"]) == (status, "Bearer" if status == 401 else None)
 
 
@@ -680,7 +691,7 @@ def test_a_wrong_method_is_told_the_right_ones(server):
 def test_a_prompt_alone_is_scored(server, model):
     for more in {}, {"stream": True}:
         ask = {"prompt": "Once upon a time", "max_tokens": 0, "echo": True, "logprobs": 1, **more}
-        one = server.ask(**ask | {"max_tokens": 1, "stream": False})[1]["choices"][0]["logprobs"]
+        one = server.choice(**ask | {"max_tokens": 1, "stream": False})["logprobs"]
         events = [*server.events(**ask)] if more else [server.ask(**ask)[1]]
         [choice] = events[0]["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("Once upon a time", "length")
@@ -689,9 +700,9 @@ def test_a_prompt_alone_is_scored(server, model):
             assert values == one[name][:-1] and len(values) == 5
         counts = {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
         assert more or counts.items() <= events[0]["usage"].items()
-    status, answer = server.ask(prompt=[5, 6] * 128, max_tokens=0, echo=True, logprobs=0)  # as long as the context
-    own, logp = answer["choices"][0]["logprobs"]["token_logprobs"], log_probabilities(model[0], [5, 6] * 128)
-    assert status == 200 and own[0] is None
+    choice = server.choice(prompt=[5, 6] * 128, max_tokens=0, echo=True, logprobs=0)  # as long as the context
+    own, logp = choice["logprobs"]["token_logprobs"], log_probabilities(model[0], [5, 6] * 128)
+    assert own[0] is None
     assert own[1:] == pytest.approx([float(row[6 - i % 2]) for i, row in enumerate(logp[:-1])], abs=1e-3)
     answer = server.ask(prompt=["One day", "a"], max_tokens=0, echo=True)[1]
     assert [(choice["text"], choice["logprobs"]) for choice in answer["choices"]] == [("One day", None), ("a", None)]
@@ -706,7 +717,7 @@ def test_a_web_page_of_strangers_is_refused(server, path):
         ("Sec-Fetch-Site", "cross-site"),
     ):
         response = server.send(path, body, **{name: value})
-        assert response.status == 403 and "--api-key" in json.loads(response.read())["error"]["message"]
+        assert response.status == 403 and "--api-key" in response.json()["error"]["message"]
         assert not response.headers["Access-Control-Allow-Origin"]  # which only --allow-origin sends
     for host in "localhost", "127.0.0.1:80", "LOCALHOST:8000":
         assert server.send(path, body, Host=host).status == 200
@@ -717,7 +728,7 @@ def memory(pids):
     return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") for pid in pids)
 
 
-@pytest.mark.parametrize("each", [5, pytest.param(25, marks=slow)])
+@pytest.mark.parametrize("each", [5, slow_case(25)])
 def test_eight_clients_at_once_get_their_answers(server, model, each):
     r, words = random.Random(each), ["the", "dog", "ran", "to", "big", "park", "and", "saw", "Lily", "red"]
     asked = [(" ".join(r.choices(words, k=r.randrange(1, 60))), r.randrange(1, 40)) for _ in range(8 * each)]
@@ -745,18 +756,11 @@ def test_eight_clients_at_once_get_their_answers(server, model, each):
 
 
 def test_a_client_that_goes_frees_its_row_and_others_go_on(server):
-    def until_none(seconds):
-        end = time.monotonic() + seconds
-        while server.requests():
-            assert time.monotonic() < end
-            time.sleep(0.02)
-
     body, connection = OK | {"max_tokens": 250, "temperature": 0}, http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/v1/completions", json.dumps(body))
-    while not server.requests():
-        time.sleep(0.01)
+    wait_until(server.requests)
     connection.close()  # before it is answered, which would take seconds
-    until_none(6)  # while it might have ended its own direction alone
+    wait_until(lambda: not server.requests(), 6)  # while it might have ended its own direction alone
     streams = [server.send("/v1/completions", body | {"stream": True}) for _ in range(3)]  # as many as rows
     for stream in streams:
         stream.readline()
@@ -764,31 +768,27 @@ def test_a_client_that_goes_frees_its_row_and_others_go_on(server):
         stream.close_all()
     assert len(server.text("The dog", max_tokens=8)) > 8
     assert "[DONE]" in streams[2].read().decode()
-    until_none(60)
+    wait_until(lambda: not server.requests())
 
 
 def test_keys_queues_and_the_end():
     with Server("--rows", 1, "--queue", 1, "--api-key", "caf\u00e9", "--log") as server:
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (60, 60))
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(80)]
-        end = time.monotonic() + 20
-        while "see ulimit" not in server.said:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: "see ulimit" in server.said, 20)
         for connection in idle:
             connection.close()
         time.sleep(0.2)
         send, key = server.send, {"Authorization": "Bearer caf\u00e9".encode()}
         for headers in {}, {"Authorization": "Bearer cafe"}:
             assert send("/v1/completions", OK, **headers).status == send("/v1/models", **headers).status == 401
-        assert json.loads(send("/v1/models", **key).read())["data"][0]["id"] == "demo"
+        assert send("/v1/models", **key).json()["data"][0]["id"] == "demo"
         assert send("/nothing").status == 404 and send("/v1/completions").status == 405 and send("/").status == 200
         body = {"prompt": "Once", "max_tokens": 250, "stream": True, "temperature": 0}
         running = send("/v1/completions", body, **key)
         waits = http.client.HTTPConnection("127.0.0.1", server.port)
         waits.request("POST", "/v1/completions", json.dumps(OK), key)
-        while server.requests() < 2:
-            time.sleep(0.01)
+        wait_until(lambda: server.requests() == 2)
         full = send("/v1/completions", OK, **key)
         assert full.status == 429 and "2 requests run or wait" in full.read().decode()
         server.process.terminate()
@@ -853,29 +853,27 @@ def test_the_official_client(server):
         client.chat.completions.create(**ask | {"model": "other"})
     with client.chat.completions.create(**ask, stream=True) as stream:
         next(stream)
-    while server.requests():
-        time.sleep(0.02)
+    wait_until(lambda: not server.requests())
 
 
 @slow
-def test_lm_evals_client_gets_what_its_own_model_answers(tmp_path, model):
+def test_lm_evals_client_gets_what_its_own_model_answers(tmp_path, story):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: requirements-peers.txt has it")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     from extras.export import to_hf
 
-    to_hf.main([str(ROOT / "demo"), "--dtype", "float32", "--out", str(tmp_path / "hf")])
+    run_main(to_hf, ROOT / "demo", "--dtype", "float32", "--out", tmp_path / "hf")
     lines = []
     for i in range(12):
         name = ("Tim", "Lily", "Sue", "Ben")[i % 4]
-        story = f"Once upon a time, there was a girl named {name}. " + f"{name} saw the big dog. " * (i % 6)
-        story *= 8 if i % 7 == 6 else 1  # longer than the context
-        lines.append({"story": story, "ends": [" the.", f" {name} went to the park.", f" {name}"], "right": i % 3})
-    [text] = complete(*model, ["Once upon a time"], 240, temperature=0.5, seed=8)  # what follows is end-of-sequence
-    story, _, end = f"Once upon a time{text}".rpartition(" ")
-    lines.append({"story": story, "ends": [f" {end}", end[-1], " park."], "right": 0})
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        told = f"Once upon a time, there was a girl named {name}. " + f"{name} saw the big dog. " * (i % 6)
+        told *= 8 if i % 7 == 6 else 1  # longer than the context
+        lines.append({"story": told, "ends": [" the.", f" {name} went to the park.", f" {name}"], "right": i % 3})
+    begun, _, end = story.rpartition(" ")
+    lines.append({"story": begun, "ends": [f" {end}", end[-1], " park."], "right": 0})
+    write_lines(tmp_path / "lines.jsonl", lines)
     tasks = {
         "choices": "output_type: multiple_choice\ndoc_to_choice: ends\ndoc_to_target: right\ntarget_delimiter: ''\n"
         "metric_list: [{metric: acc}, {metric: acc_norm}]\nnum_fewshot: 1\n",

@@ -10,14 +10,24 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases import refused
 from configs import BASE, change
-from helpers import StateWeights, random_model, shard, train_tokenizer, write_model
-from running import check_kills, run_ranks
-from training_runs import Letters, check_resumption, check_same_run, read_losses, train_on_rank, trainee_like
+from file_edits import write_json
+from helpers import StateWeights, load_folder, random_model, shard, train_tokenizer, write_model
+from running import check_kills, run_main, run_ranks
+from training_runs import (
+    Letters,
+    check_resumption,
+    check_same_run,
+    plain_batch,
+    random_batch,
+    read_losses,
+    train_on_rank,
+    trainee_like,
+)
 
 import eval as evaluate
 import quantize
-import tp
 from extras.training import adapt, data, sharding
 from extras.training.data import TOKEN, Windows
 from ladder.checkpoints import checkpoint, writing
@@ -41,8 +51,7 @@ def test_documents_of_text_and_of_lines_of_json(tmp_path):
     assert [*data.documents(path)] == [(records[0]["text"], f"{path} line 1"), (CHAT, f"{path} line 3")]
     for line, message in ('{"text": "\\ud800"}', "surrogates"), ('{"messages": [{"role": "user"}]}', '"content"'):
         path.write_text(line + "\n")
-        with pytest.raises(InputError, match=f"a.jsonl line 1.*{message}"):
-            list(data.documents(path))
+        refused(f"a.jsonl line 1.*{message}", list, data.documents(path))
 
 
 @pytest.fixture
@@ -67,8 +76,8 @@ def test_many_chats_are_rendered_in_their_order_and_not_all_at_once(tmp_path, mo
     read, documents = [], data.documents
     monkeypatch.setattr(data, "documents", lambda path: (read.append(1) or record for record in documents(path)))
     monkeypatch.setattr(Letters, "template", "{{ raise_exception('no') }}")
-    with pytest.raises(InputError, match="chats.jsonl line 1: .*refuses this conversation: no"):
-        data.tokenize([path], Letters(), [2], tmp_path / "x.tokens")
+    words = "chats.jsonl line 1: .*refuses this conversation: no"
+    refused(words, data.tokenize, [path], Letters(), [2], tmp_path / "x.tokens")
     assert len(read) == data.DOCUMENTS_AT_ONCE < 400
 
 
@@ -122,17 +131,14 @@ def test_the_loss_is_the_naive_one(monkeypatch):
     monkeypatch.setattr(adapt, "LOSS_TOKENS", 4)
     student = random_model(change(BASE, wiring="ladder:2"), 1).double()
     teacher = random_model(BASE, 2).double()
-    generator = torch.Generator().manual_seed(0)
-    tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
-    counts = torch.rand(2, 9, generator=generator) < 0.6
-    batch = data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None)
+    batch = random_batch()
     loss, nats = adapt.losses(trainee_like(student), batch, trainee_like(teacher), text_weight=0.3)
     plain, _ = adapt.losses(trainee_like(student), batch)
     with torch.no_grad():
-        q, p = (net(tokens).log_softmax(-1) for net in (student, teacher))
+        q, p = (net(batch.tokens).log_softmax(-1) for net in (student, teacher))
     expected = cross = 0.0
-    for b, s in counts.nonzero().tolist():
-        ce = -q[b, s, targets[b, s]].item()
+    for b, s in batch.counts.nonzero().tolist():
+        ce = -q[b, s, batch.targets[b, s]].item()
         expected += (p[b, s].exp() * (p[b, s] - q[b, s])).sum().item() + 0.3 * ce
         cross += ce
     assert loss.item() == pytest.approx(expected, rel=1e-5)
@@ -148,7 +154,7 @@ def run_each(world, configs, dtype):
     for config in configs:
         model = adapt.build(config, StateWeights(random_model(config).state_dict()), world, args)
         with torch.no_grad():
-            xs.append(model(data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None)))
+            xs.append(model(plain_batch()))
         model.reshard()
     return xs
 
@@ -189,7 +195,7 @@ def test_recompute_keeps_only_the_inputs_of_attentions_and_mlps(fake_world):
     args, kept = adapt.parse([*NO_FILES, "--recompute"]), set()
     model = adapt.build(change(BASE, **SHARED), None, fake_world(0, 1), args)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.add(tensor.shape[-1]), lambda _: None):
-        model(data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None))
+        model(plain_batch())
     assert BASE.dim in kept and not {5, 36, 28, 100, 96, 80} & kept  # experts, neurons, heads with their keys
 
 
@@ -213,7 +219,7 @@ def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrainin
     config = change(checkpoint.read_config(tiny), **{**changes, "wiring": "standard"})
     write_model(tmp_path / "own", config)
     writing.copy_tokenizer(tiny, tmp_path / "own")
-    adapt.main([*retraining_flags, "--checkpoint", str(tmp_path / "own"), "--wiring", "ladder", "--dtype", "bfloat16"])
+    run_main(adapt, *retraining_flags, "--checkpoint", tmp_path / "own", "--wiring", "ladder", "--dtype", "bfloat16")
     own, trained = checkpoint.Weights(tmp_path / "own"), checkpoint.Weights(tmp_path / "out")
     for name in own.names():
         before, after = own.read(name), trained.read(name)
@@ -222,15 +228,13 @@ def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrainin
         if chooses or name.endswith("w2.weight"):
             assert torch.equal(before.to(after.dtype), after) == chooses, name
     with pytest.raises(InputError, match="--fresh trains no router") if is_sigmoid else contextlib.nullcontext():
-        adapt.main(
-            [*retraining_flags, "--checkpoint", str(tmp_path / "own"), "--fresh", "--out", str(tmp_path / "new")]
-        )
+        run_main(adapt, *retraining_flags, "--checkpoint", tmp_path / "own", "--fresh", "--out", tmp_path / "new")
 
 
 @pytest.mark.parametrize("flags", ["--align-steps 2", "--train above"])
 def test_farskip_is_neither_aligned_nor_trained_in_part(flags, mixture):
-    with pytest.raises(InputError, match=f"{flags} takes a wiring with.*of standard, .*not farskip".replace(" 2", "")):
-        adapt.main([*mixture, *flags.split()])
+    words = f"{flags} takes a wiring with.*of standard, .*not farskip".replace(" 2", "")
+    refused(words, adapt.main, [*mixture, *flags.split()])
 
 
 def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(
@@ -254,7 +258,7 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(
     valid = {line["step"]: line["valid"] for line in losses if "valid" in line}
     assert list(valid) == [0, 20, 40] and valid[0] > np.log(300) and valid[20] < 4.5
     assert f"{valid[20]:.4f} nats per token at step 20\n" in printed
-    evaluate.main(["--checkpoint", str(out), "--text", str(tmp_path / "valid.txt"), "--window", "16"])
+    run_main(evaluate, "--checkpoint", out, "--text", tmp_path / "valid.txt", "--window", "16")
     assert json.loads(capfd.readouterr().out)["nats_per_token"] < 5
     written = checkpoint.Weights(out)
     assert all(torch.equal(written.read(name), weight) for name, weight in weights[1].items())
@@ -266,7 +270,7 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(
 def test_a_teacher_s_own_loss_is_the_first_that_is_printed(retraining_flags, tmp_path, capfd):
     flags = [*retraining_flags, "--steps", "1"]
     adapt.main(flags)
-    adapt.main([*flags, "--wiring", "standard", "--out", str(tmp_path / "out2")])
+    run_main(adapt, *flags, "--wiring", "standard", "--out", tmp_path / "out2")
     first, own = read_losses(tmp_path / "out")[0], read_losses(tmp_path / "out2")[0]
     assert first["teacher"] == pytest.approx(own["valid"]) and first["valid"] != own["valid"] and "teacher" not in own
     words = ", ".join(f"{name} {first[name]:.4f}" for name in ("teacher", "valid", "kl"))
@@ -300,7 +304,7 @@ def test_ranks_give_the_losses_of_one(how, retraining_flags, mixture, tmp_path):
 def test_compiled_the_losses_are_the_same(wiring, retraining_flags, mixture, tmp_path):
     flags = [*(mixture if wiring == "farskip" else retraining_flags), "--wiring", wiring]
     adapt.main(flags)
-    adapt.main([*flags, "--out", str(tmp_path / "out2"), "--compile", "--recompute"])
+    run_main(adapt, *flags, "--out", tmp_path / "out2", "--compile", "--recompute")
     one, two = ([line["train"] for line in read_losses(tmp_path / name)[1:]] for name in ("out", "out2"))
     assert one == pytest.approx(two, rel=1e-4)
 
@@ -319,21 +323,19 @@ def test_killed_before_any_change_it_resumes_and_its_output_is_complete_or_absen
 
 
 def _check_kills(flags, folder):
-    check_kills(lambda out: adapt.main([*flags, str(out)]), folder, step=17)
+    check_kills(lambda out: run_main(adapt, *flags, out), folder, step=17)
 
 
 def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(training_flags, tmp_path):
-    with pytest.raises(InputError, match="smaller --lr than 1e\\+09 and another --out; .*/best-\\* holds"):
-        adapt.main([*training_flags, "--lr", "1e9"])
-    folder = tmp_path / "out.run" / "best-0"
-    tp.load_shard(checkpoint.read_config(folder), checkpoint.Weights(folder), torch.float32, "cpu")  # and are finite
+    words = "smaller --lr than 1e\\+09 and another --out; .*/best-\\* holds"
+    refused(words, adapt.main, [*training_flags, "--lr", "1e9"])
+    load_folder(tmp_path / "out.run" / "best-0")  # whose weights are finite
     assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_one_clear_line(training_flags, monkeypatch):
     monkeypatch.setattr(sharding.dcp, "save", lambda *_, **__: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
-    with pytest.raises(InputError, match="cannot write .*state-0.*: .*No space left"):
-        adapt.main(training_flags)
+    refused("cannot write .*state-0.*: .*No space left", adapt.main, training_flags)
 
 
 @pytest.mark.parametrize("signal", [KeyboardInterrupt(), ending.Terminated("SIGTERM")])
@@ -349,8 +351,8 @@ def test_a_signal_while_it_saves_is_no_write_error(signal, training_flags, monke
 
 def test_bad_flags_leave_nothing(training_flags, retraining_flags, tiny, tmp_path):
     (tmp_path / "empty").write_text("")
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
-    quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
+    write_json(tmp_path / "chat.jsonl", {"messages": CHAT})
+    run_main(quantize, "--checkpoint", tiny, "--mode", "int8", "--out", tmp_path / "int8")
     for name, wiring in ("desync", "desync"), ("other", None):
         write_model(tmp_path / name, rewired(checkpoint.read_config(tiny), wiring))
         writing.copy_tokenizer(tiny, tmp_path / name)
@@ -368,6 +370,5 @@ def test_bad_flags_leave_nothing(training_flags, retraining_flags, tiny, tmp_pat
         (retraining_flags, "--wiring upper-bound", "upper-bound cannot be trained"),
         (retraining_flags, "--seq-len 4096", "--seq-len 4096 .* 64"),
     ):
-        with pytest.raises(InputError, match=message.replace("DIR", str(tmp_path))) as error:
-            adapt.main([*flags, *more.replace("DIR", str(tmp_path)).split()])
-        assert "\n" not in str(error.value) and not dist.is_initialized() and not list(tmp_path.glob("out*"))
+        refused(message, adapt.main, [*flags, *more.replace("DIR", str(tmp_path)).split()])
+        assert not dist.is_initialized() and not list(tmp_path.glob("out*"))

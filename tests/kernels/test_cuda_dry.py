@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 from configs import BASE, change
-from helpers import check_split_attention, random_model
+from helpers import check_split_attention, random_model, second_best
 
 import generate as generate_module
 from generate import Runner, generate
@@ -96,6 +96,15 @@ def recorded(monkeypatch, step):
     return cuda_graphs.Graphs(step, compiling._compiling), captures
 
 
+def capturing(net, monkeypatch):
+    """A runner of two rows whose steps are captured on a pretended GPU."""
+    cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 2, 30)
+    runner, _ = pretended(net, cache, monkeypatch)
+    runner.decode_model = runner.graphs = recorded(monkeypatch, net)[0]
+    registry.use([fast_sampling.KERNEL])
+    return runner
+
+
 def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkeypatch):
     """Of several positions and lengths; what a replay writes is where the one before wrote."""
 
@@ -123,10 +132,7 @@ def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, 
     net, prompts = random_model(BASE), [[3, 1, 4], [9]]
     plain, samples = Runner(net, make_cache(net, 2, 30)), [Sampler(temperature, top_k) for _ in "ab"]
     expected = generate(plain, prompts, 20, samples[0]).rows
-    cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 2, 30)
-    runner, _ = pretended(net, cache, monkeypatch)
-    runner.decode_model = runner.graphs = recorded(monkeypatch, net)[0]
-    registry.use([fast_sampling.KERNEL])
+    runner = capturing(net, monkeypatch)
     compiling.warm_up(runner, prompts, 1, samples[1])
     assert 1 <= len(runner.graphs.graphs) < 5
     assert generate(runner, prompts, 20, samples[1]).rows == expected
@@ -139,17 +145,11 @@ def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, 
 def test_no_graph_holds_a_sample_that_was_edited(temperature, monkeypatch):
     """What it does in Python would run only in the capture; when the edit is undone, the graphs from before serve."""
 
-    def second_best(logits, comm, sampler):
-        return comm.gather_logits(logits).topk(2).indices[:, 1]
-
     net, prompts, sampler = random_model(BASE), [[3, 1, 4], [9]], Sampler(temperature)
     with monkeypatch.context() as patch:
         patch.setattr(generate_module, "sample", second_best)
         expected = generate(Runner(net, make_cache(net, 2, 30)), prompts, 20, sampler).rows
-    cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 2, 30)
-    runner, _ = pretended(net, cache, monkeypatch)
-    runner.decode_model = runner.graphs = recorded(monkeypatch, net)[0]
-    registry.use([fast_sampling.KERNEL])
+    runner = capturing(net, monkeypatch)
     generate(runner, prompts, 20, sampler)
     before = {*runner.graphs.graphs}
     assert before and all(len(key) == 2 for _, key in before)  # a length and a Sampler's graph_key

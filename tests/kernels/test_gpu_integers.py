@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT, counted_kernels
+from helpers import ROOT, counted_kernels, seeded
 
 import generate
 from ladder.checkpoints import checkpoint, random_weights
@@ -27,7 +27,7 @@ def test_few_rows_are_multiplied_by_the_integers(M, N, K, monkeypatch):
     pytest.importorskip("triton", minversion="3.7", reason="needs Triton 3.7")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # which is read where a kernel is defined
     multiply = runpy.run_path(str(ROOT / "ladder" / "kernels" / "gpu" / "int8_rows.py"))["multiply"]
-    g = torch.Generator().manual_seed(M)
+    g = seeded(M)
     x = torch.full((M + 20, K), torch.nan)[:M]
     x.normal_(generator=g).mul_(torch.arange(1, M + 1)[:, None])
     weight = torch.randint(-127, 128, (N + 100, K), generator=g, dtype=torch.int8)[:N]
@@ -40,7 +40,7 @@ def test_few_rows_are_multiplied_by_the_integers(M, N, K, monkeypatch):
 @pytest.mark.parametrize("N, K, size, bias", [(64, 256, 64, True), (8, 128, 32, False), (40, 512, 128, True)])
 def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, monkeypatch):
     """Whatever a layout does with the elements of a tile; few rows go to the kernel, many are multiplied by floats."""
-    g = torch.Generator().manual_seed(N)
+    g = seeded(N)
     order = torch.randperm(8 * 128, generator=g)
 
     def pack(weight, inner_tiles):

@@ -4,28 +4,27 @@ An edit is made after a model was loaded with its kernels. Then prefill and deco
 kernel, and something else than before the edit.
 """
 
-import contextlib
 import inspect
-import json
 import types
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.utils.prune
+from cases import refused, slow_case
 from configs import BASE, change
-from helpers import counted_kernels, last_logits, plain_only, randn, unequal_rows
+from file_edits import read_json
+from helpers import ALONE, counted_kernels, last_logits, plain_only, randn, seeded, unequal_rows
 from running import run_ranks
 
 import generate
 import model
 import tp
 from ladder.architectures import heads
-from ladder.errors import InputError
+from ladder.decoding.batch import Sampler
 from ladder.kernels import digests, quant_kernels, quant_linear, registry
 from ladder.lanes import wirings
 from ladder.layers import attention_inputs, norms
-from ladder.ranks.world import World
 
 SHAPE = {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "dim": 64, "intermediate_size": 96}
 CONFIG = change(BASE, **SHAPE, wiring="ladder")
@@ -33,15 +32,14 @@ QUANTS = {
     "bfloat16": {}, "int8": {"quant": "int8"}, "int8 in groups": {"quant": "int8", "group_size": 16},
     "int4": {"quant": "int4", "group_size": 32}, "float32": {},
 }  # fmt: skip
-WORLD = World(0, 1, torch.device("cpu"))
 
 
-def load(quant="bfloat16", world=WORLD, **changes):
+def load(quant="bfloat16", world=ALONE, **changes):
     config = change(CONFIG, **QUANTS[quant], **changes)
     net = generate.load_model(config, None, "float32" if quant == "float32" else "bfloat16", world)
     for name, weight in net.named_parameters():
         if name.endswith("norm.weight"):
-            weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
+            weight.data.uniform_(0.5, 1.5, generator=seeded(len(name)))
         elif weight.dtype in (torch.bfloat16, torch.float32) and not name.endswith(("scales", "zeros")):
             weight.data *= 6  # so that each layer matters
     for linear in quant_linears(net):
@@ -151,7 +149,7 @@ def test_each_function_that_is_replaced_runs_as_it_does_without_kernels(quant, o
 @pytest.mark.parametrize("name", ["model.FeedForward.forward", "model.attend", "model.Linear.forward"])
 def test_a_function_that_was_edited_in_its_file_runs_as_written(name, monkeypatch, capsys):
     """As if its source was not what the kernels were made for."""
-    known = json.loads(registry.DIGESTS.read_text())
+    known = read_json(registry.DIGESTS)
     assert name in known
     monkeypatch.setattr(registry.json, "loads", lambda text: {**known, name: "another"})
     net = load()
@@ -165,7 +163,7 @@ def test_a_function_that_was_edited_in_its_file_runs_as_written(name, monkeypatc
 
 def test_the_digests_are_those_of_the_source():
     """Else kernels would be off. After a change of plain functions and kernels: python -m ladder.kernels.digests"""
-    assert json.loads(registry.DIGESTS.read_text()) == digests.digests()
+    assert read_json(registry.DIGESTS) == digests.digests()
 
 
 def test_comments_docstrings_and_layout_are_no_change(tmp_path, monkeypatch):
@@ -187,7 +185,7 @@ class Lora(nn.Module):
 
     def __init__(self, linear, features_in, features_out):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         self.base, self.out_features = linear, features_out
         self.a = nn.Parameter(0.5 * torch.randn(4, features_in, generator=generator).to(torch.bfloat16))
         self.b = nn.Parameter(0.5 * torch.randn(features_out, 4, generator=generator).to(torch.bfloat16))
@@ -269,19 +267,23 @@ LINEAR_EDITS = {
 }  # fmt: skip
 
 
+def edit_linears(edit, name):
+    """Return a function that edits such a linear of both layers."""
+    return lambda net: [LINEAR_EDITS[edit](parent(net, name, layer), name) for layer in (0, 1)]
+
+
 @pytest.mark.parametrize("edit", LINEAR_EDITS)
 @pytest.mark.parametrize("quant", QUANTS)
 def test_an_edit_of_a_linear_takes_effect(edit, quant):
     for name in WIDTHS:
-        net = load(quant)
-        check(net, lambda net, name=name: [LINEAR_EDITS[edit](parent(net, name, layer), name) for layer in (0, 1)])
+        check(load(quant), edit_linears(edit, name))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8])
 @pytest.mark.parametrize("quant", ["bfloat16", "int8", "int8 in groups", "int4"])
 def test_edits_take_effect_in_any_number_of_rows(quant, rows):
     for edit, name in ("a hook", "w2"), ("a LoRA", "wqkv"), ("a bias", "w2"):
-        check(load(quant), lambda net, e=edit, n=name: [LINEAR_EDITS[e](parent(net, n, i), n) for i in (0, 1)], rows)
+        check(load(quant), edit_linears(edit, name), rows)
 
 
 def replace_norm(net):
@@ -375,18 +377,23 @@ def test_hooks_of_all_modules_are_called(kind):
     assert {id(m) for b in net.layers for m in (b.feed_forward.w1, b.attention.wo)} <= set(map(id, seen))
 
 
+def check_attention(net, x, metadata, make_cache):
+    """With kernels an attention computes what it does without; returns how often each of them stood in."""
+    results = []
+    for context in plain_only, counted_kernels:
+        with context() as counts, torch.inference_mode():
+            results.append(net.layers[0].attention(x, metadata, tuple(make_cache())).float())
+    assert (results[0] - results[1]).norm() < 0.02 * results[0].norm()
+    return counts
+
+
 def test_what_a_kernel_does_not_know_and_does_not_check_runs_as_written(capsys):
     """A cache in another order of its dimensions, none of the rope, and a pass of fewer rows than the cache."""
     net, x = load(n_kv_heads=2), torch.randn(1, 2, 64).bfloat16()
     metadata = attention_inputs.attention_metadata(net, torch.tensor([[2, 3]]), torch.arange(5))
     other = tuple(torch.zeros(1, 6, 2, 64).bfloat16().transpose(1, 2) for _ in "kv")
     for cache, changes in (other, {}), (net.new_cache(1, 6)[0], {"rope": None}), (net.new_cache(1, 6)[0], {}):
-        results = []
-        for context in plain_only, contextlib.nullcontext:
-            fresh = tuple(torch.zeros_like(tensor) for tensor in cache)
-            with context(), torch.inference_mode():
-                results.append(net.layers[0].attention(x, metadata._replace(**changes), fresh).float())
-        assert (results[0] - results[1]).norm() < 0.02 * results[0].norm()
+        check_attention(net, x, metadata._replace(**changes), lambda cache=cache: map(torch.zeros_like, cache))
     assert "does not know what it got" in capsys.readouterr().err
 
 
@@ -448,18 +455,15 @@ def test_a_mask_of_ones_own_is_used():
     gaps = metadata.mask & (torch.arange(5) != 1)
     gaps[1, 1, 1] = True
     for mask in gaps, torch.ones_like(metadata.mask):
-        results = []
-        for context in plain_only, counted_kernels:
-            cache = [tensor.normal_(generator=torch.Generator().manual_seed(1)) for tensor in net.new_cache(2, 6)[0]]
-            with context() as counts, torch.inference_mode():
-                results.append(net.layers[0].attention(x, metadata._replace(mask=mask), cache).float())
+        counts = check_attention(
+            net, x, metadata._replace(mask=mask),
+            lambda: (tensor.normal_(generator=seeded(1)) for tensor in net.new_cache(2, 6)[0]),
+        )  # fmt: skip
         assert counts["model.Attention.forward"] == 1
-        assert (results[0] - results[1]).norm() < 0.02 * results[0].norm()
 
 
 def test_a_hook_that_would_never_run_is_refused():
-    with pytest.raises(InputError, match="a Block is never called: hook the modules in it"):
-        load().layers[0].register_forward_hook(hook)
+    refused("a Block is never called: hook the modules in it", load().layers[0].register_forward_hook, hook)
 
 
 # ---- Collectives, compiled code, gradients ---------------------------------------------------------------------------
@@ -499,12 +503,11 @@ def test_a_replaced_wait_is_traced_into_compiled_code():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edit, name", [
-    ("a hook", "w2"), pytest.param("a bias", "w2", marks=pytest.mark.slow),
-    pytest.param("a LoRA", "wqkv", marks=pytest.mark.slow), ("a new weight", "w1"),
+    ("a hook", "w2"), slow_case("a bias", "w2"),
+    slow_case("a LoRA", "wqkv"), ("a new weight", "w1"),
 ])  # fmt: skip
 def test_edits_take_effect_in_compiled_code(edit, name):
-    net = load()
-    check(net, lambda net: [LINEAR_EDITS[edit](parent(net, name, layer), name) for layer in (0, 1)], compile=True)
+    check(load(), edit_linears(edit, name), compile=True)
 
 
 @pytest.mark.slow
@@ -512,7 +515,7 @@ def test_a_runner_compiles_anew_what_was_edited_after_its_steps(capsys):
     """In the second generation of one Runner, whose first one skips all guards."""
     net, prompts = load(), [[5, 6, 7], [8]]
     runner = generate.Runner(net, net.new_cache(2, 12), compile=True)
-    sample = generate_sampler()
+    sample = Sampler(0)
     first = generate.generate(runner, prompts, 5, sample).rows
     with runner.unguarded():
         assert first == generate.generate(runner, prompts, 5, sample).rows
@@ -523,12 +526,6 @@ def test_a_runner_compiles_anew_what_was_edited_after_its_steps(capsys):
     plain = generate.generate(generate.Runner(net, net.new_cache(2, 12)), prompts, 5, sample).rows
     assert second == plain != first
     assert "the model was changed after its steps were compiled" in capsys.readouterr().err
-
-
-def generate_sampler():
-    from ladder.decoding.batch import Sampler
-
-    return Sampler(0)
 
 
 def test_every_weight_of_a_bfloat16_model_gets_a_gradient():
@@ -590,16 +587,15 @@ def test_plain_runs_nothing_but_what_is_written(monkeypatch):
 
 def test_a_cache_that_is_too_small_is_one_line():
     net = load()
-    with pytest.raises(InputError, match=r"1 rows of 28 tokens do not fit a cache of 1 rows, 12 slots: make_cache"):
-        generate.Generation(generate.Runner(net, net.new_cache(1, 12)), [[1] * 8], 20, None)
+    words = r"1 rows of 28 tokens do not fit a cache of 1 rows, 12 slots: make_cache"
+    refused(words, generate.Generation, generate.Runner(net, net.new_cache(1, 12)), [[1] * 8], 20, None)
 
 
 def test_a_wrapper_without_a_width_is_one_line():
     net = load()
     net.layers[0].attention.wqkv = Lora(net.layers[0].attention.wqkv, 64, 512)
     del net.layers[0].attention.wqkv.out_features
-    with pytest.raises(InputError, match="wqkv is a Lora without out_features"):
-        net.new_cache(1, 12)
+    refused("wqkv is a Lora without out_features", net.new_cache, 1, 12)
 
 
 def test_a_wiring_with_the_mlp_first_keeps_its_norms(monkeypatch):
@@ -625,8 +621,7 @@ def test_a_loop_that_does_not_say_that_it_obeys_stale_takes_no_layers(monkeypatc
         yield x
 
     monkeypatch.setitem(model.WIRINGS, "mine", model.Wiring("a loop of one's own", loop=loop))
-    with pytest.raises(InputError, match="no such wiring: 'mine:1'; write mine"):
-        change(CONFIG, wiring="mine:1")
+    refused("no such wiring: 'mine:1'; write mine", change, CONFIG, wiring="mine:1")
     assert change(CONFIG, wiring="mine").named_wiring.forms == ()
 
 

@@ -2,25 +2,25 @@
 
 import dataclasses
 import functools
-import json
 
 import numpy as np
 import pytest
 import torch
+from cases import refused, slow_case
 from collective_order import eager_order
 from configs import BASE, change
-from helpers import last_logits, write_model
+from file_edits import write_json
+from helpers import last_logits, seeded, write_model
 from hf_folders import config_from_hf
 from laneformer import Laneformer
 from quantized_models import dequantized_state
-from running import run_ranks
+from running import run_main, run_ranks
 from safetensors.torch import load_file, save_file
 
 import convert_hf_checkpoint
 import generate
 import quantize
 from ladder.checkpoints import checkpoint, writing
-from ladder.errors import InputError
 
 SHAPE = {
     "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,
@@ -44,7 +44,7 @@ CASES = {
     "windows in the last layers": {"sliding_window": 3, "sliding_window_n_layers": -2, "num_lanes": 2},
     "windows in some layers": {**RELEASED, "sliding_window": 4, "swa_layers": [0, 2, 3]},
 }
-TOKENS = torch.randint(3, 256, (3, 20), generator=torch.Generator().manual_seed(5))
+TOKENS = torch.randint(3, 256, (3, 20), generator=seeded(5))
 LENGTHS = torch.tensor([20, 17, 12])
 
 
@@ -52,7 +52,7 @@ def random_state(hf):
     """Random tensors in the layout of their folders, large enough that every term matters."""
     L, D, width, V = (hf[key] for key in ("num_lanes", "hidden_size", "intermediate_size", "vocab_size"))
     kv = D * hf["num_key_value_heads"] // hf["num_attention_heads"]
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
 
     def weight(*shape):
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
@@ -81,9 +81,9 @@ def converted(path, **changes):
     hf = {**SHAPE, **changes}
     state = random_state(hf)
     (path / "hf").mkdir()
-    (path / "hf" / "config.json").write_text(json.dumps(hf))
+    write_json(path / "hf" / "config.json", hf)
     save_file(state, path / "hf" / "model.safetensors")
-    convert_hf_checkpoint.main([str(path / "hf"), "--out", str(path / "ours")])
+    run_main(convert_hf_checkpoint, path / "hf", "--out", path / "ours")
     return hf, state
 
 
@@ -102,7 +102,7 @@ def check(ranks, expected, limit=1e-4):
             assert np.abs(decoded[row].numpy() - expected[row][length - 9 : length]).max() < limit
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if "no sums of" in c else c for c in CASES])
+@pytest.mark.parametrize("case", [slow_case(c) if "no sums of" in c else c for c in CASES])
 def test_converted_folders_compute_the_function_on_any_number_of_ranks(case, tmp_path):
     hf, state = converted(tmp_path, **CASES[case])
     expected = [Laneformer(hf, state).logits(row) for row in TOKENS]
@@ -129,17 +129,14 @@ def test_a_compiled_step_computes_it_with_one_lane_a_rank_and_with_two(lanes, tm
     ({"laneformer": {"lane_head": "vocab_parallel"}}, "vocab_size 131 is no multiple of 16 for each of its lanes"),
 ], ids=str)  # fmt: skip
 def test_settings_that_make_no_model_are_one_clear_line(changes, words):
-    with pytest.raises(InputError, match=words):
-        change(BASE, **{"wiring": "laneformer-2/2", **changes})
-    with pytest.raises(InputError, match="only for wiring laneformer"):
-        change(BASE, laneformer={"lane_norms": True})
+    refused(words, change, BASE, **{"wiring": "laneformer-2/2", **changes})
+    refused("only for wiring laneformer", change, BASE, laneformer={"lane_norms": True})
     values = {
         **writing.config_values(BASE),
         "wiring": "laneformer-2/2",
         "architecture": {"laneformer": {"early": True}},
     }
-    with pytest.raises(InputError, match="^laneformer: unknown key 'early'$"):
-        checkpoint.make_config(values)
+    refused("^laneformer: unknown key 'early'$", checkpoint.make_config, values)
 
 
 def test_order_of_the_loop():
@@ -150,7 +147,7 @@ def test_order_of_the_loop():
 @pytest.mark.parametrize("case", ["two lanes", "parts of the vocabulary"])
 def test_int8_computes_what_its_numbers_mean(case, tmp_path):
     converted(tmp_path, **CASES[case])
-    quantize.main(["--checkpoint", str(tmp_path / "ours"), "--mode", "int8", "--out", str(tmp_path / "int8")])
+    run_main(quantize, "--checkpoint", tmp_path / "ours", "--mode", "int8", "--out", tmp_path / "int8")
     config = checkpoint.read_config(tmp_path / "ours")
     twin = dequantized_state(load_file(tmp_path / "int8" / "model.safetensors"))
     write_model(tmp_path / "twin", config, twin)
@@ -169,7 +166,5 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
     ({"broadcast_delay": 0}, "no such wiring: 'laneformer-0/4'"),
 ], ids=str)  # fmt: skip
 def test_keys_that_may_mean_another_function_are_one_clear_line(changes, message, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **changes}))
-    with pytest.raises(InputError, match=f"config.json: .*{message}") as error:
-        config_from_hf(tmp_path / "config.json")
-    assert "\n" not in str(error.value)
+    write_json(tmp_path / "config.json", {**SHAPE, **changes})
+    refused(f"config.json: .*{message}", config_from_hf, tmp_path / "config.json")

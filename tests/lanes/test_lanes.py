@@ -4,19 +4,18 @@ import dataclasses
 
 import pytest
 import torch
+from cases import refused, slow_case
 from configs import BASE, BIASED, ONE_EACH, change
 from decoding_runs import answer_in_turns
-from helpers import StateWeights, random_model, rank_logits, shard
+from helpers import ALONE, StateWeights, random_model, rank_logits, shard
 from parity import check_ranks_against_the_reference
 from quantized_models import BIASED_INT4, INT4, INT8, dequantized_state, quantized_state
 from running import run_ranks
 
 import tp
-from ladder.errors import InputError
 from ladder.lanes.lanes import lanes_of_rank, load_lanes
 from ladder.memory import step_bytes
 from ladder.progress import progress
-from ladder.ranks.world import World
 
 LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.reads_partials]
 LANED = [*(f"{wiring}/4" for wiring in LANED if wiring != "upper-bound"), "desync:3/4", "delayed-3/4"]
@@ -28,7 +27,7 @@ def test_lanes_compute_the_same_on_any_ranks(shares):
     check_ranks_against_the_reference(shares, [{"wiring": wiring, **BIASED} for wiring in LANED])
 
 
-@pytest.mark.parametrize("how", [{"splits": 3}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("how", [{"splits": 3}, slow_case({"compile": True})], ids=str)
 def test_lanes_of_a_rank_take_chunks_and_are_compiled(how):
     check_ranks_against_the_reference(2, [{"wiring": wiring} for wiring in ("spd/4", "delayed-2/4")], **how)
 
@@ -39,28 +38,24 @@ def test_lanes_have_the_same_neurons_in_int4():
     for lane in range(4):
         expected = (1, [(88 * lane, 88 * (lane + 1))])
         assert all(tp.shard_plan(config, lane, (1,) * 4)["w2"] == expected for config in (int4, plain))
-    with pytest.raises(
-        InputError, match="3 lanes cut groups of columns at no multiple of 8 columns of w2: keep w2 as it is"
-    ):
-        tp.shard_plan(dataclasses.replace(int4, wiring="spd/3"), 0, (1,) * 3)
+    words = "3 lanes cut groups of columns at no multiple of 8 columns of w2: keep w2 as it is"
+    refused(words, tp.shard_plan, dataclasses.replace(int4, wiring="spd/3"), 0, (1,) * 3)
 
 
 @pytest.mark.parametrize(
     "lanes, shares, fit", [(4, (1, 1, 1), "1, 2, 4"), (8, (1, 2), "1, 2, 4, 8"), (2, (1,) * 4, "1, 2")]
 )
 def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares, fit):
-    with pytest.raises(
-        InputError, match=f"the {lanes} lanes of .* do not fit . ranks: use {fit} ranks of equal shares"
-    ):
-        lanes_of_rank(dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
+    words = f"the {lanes} lanes of .* do not fit . ranks: use {fit} ranks of equal shares"
+    refused(words, lanes_of_rank, dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
 
 
 def test_quantized_lanes_are_dealt_to_unlike_ranks():
     """What a rank holds is asked for by its shares, too: then, as for the lanes, 8 columns of w2 stay together."""
     config = change(BASE, wiring="spd/4", quant="int4", group_size=32, intermediate_size=256, dim=64, n_heads=8)
     assert tp.shard_plan(config, 0, (2, 1, 1))["w2"] == (1, [(0, 128)])
-    with pytest.raises(InputError, match="8 lanes cut groups of columns"):
-        tp.shard_plan(change(config, wiring="spd/8", intermediate_size=96), 0, (1, 1))
+    words = "8 lanes cut groups of columns"
+    refused(words, tp.shard_plan, change(config, wiring="spd/8", intermediate_size=96), 0, (1, 1))
 
 
 @pytest.mark.parametrize("shares, alone", [((1,) * 4, True), ((1, 1), False), ((2, 1, 1), False)])
@@ -99,5 +94,5 @@ def test_what_counts_bytes_and_serves_rows_finds_the_attentions_of_all_lanes():
     assert read[0] == read[1] > 0
     requests = [(0, {"ids": [1, 5, 6], "max_tokens": 4}), (1, {"ids": [1, 9], "max_tokens": 3})]
     config = dataclasses.replace(BASE, wiring="spd/2", eos_ids=())
-    rows = answer_in_turns(World(0, 1, torch.device("cpu")), config, requests, 2)[0]
+    rows = answer_in_turns(ALONE, config, requests, 2)[0]
     assert [len(ids) for ids in rows] == [4, 3]

@@ -16,8 +16,9 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
+from cases import refused, slow_case
 from configs import BASE
-from helpers import ROOT, random_model
+from helpers import ROOT, random_model, seeded
 from running import HANGS, free_port, run_ranks
 
 import generate
@@ -35,7 +36,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 
 def numbers(rank, count, dtype, seed=0):
     """What a rank contributes; any rank can compute it. Of unequal sizes, so that rounding matters."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    generator = seeded(1000 * seed + rank)
     if not dtype.is_floating_point:
         return torch.randint(-1000, 1000, (count,), generator=generator, dtype=dtype)
     exponents = torch.randint(-6, 7, (count,), generator=generator)
@@ -158,8 +159,7 @@ def test_another_processs_file_is_not_taken_for_the_memory():
     own = shared_memory.open_file(**offer)
     assert os.path.sameopenfile(offer["fd"], own)
     for changes in ({"name": offer["name"][:-1] + "x"}, {"fd": 1}, {"fd": 999}):
-        with pytest.raises(InputError, match="on another machine or in another|out of reach"):
-            shared_memory.open_file(**offer | changes)
+        refused("on another machine or in another|out of reach", shared_memory.open_file, **offer | changes)
     for changes in ({"pid": "1/../self"}, {"fd": None}, {"x": 1}):  # of a stranger, by way of the store
         with pytest.raises(InputError), shared_memory.explained():
             shared_memory.open_file(**offer | changes)
@@ -208,7 +208,7 @@ JOIN = "from ladder.ranks import launch\n{}\nw = launch.join('cpu', {{'comm': '{
 
 
 @pytest.mark.parametrize("comm, local, before, compiler, name, line", [
-    pytest.param("auto", 1, "", "c++", "0", "", marks=pytest.mark.slow),
+    slow_case("auto", 1, "", "c++", "0", ""),
     ("shared-memory", 2, "", "c++", "shared-memory-0", ""),
     ("int8", 1, "", "c++", "int8-0", ""),
     ("auto", 2, "", "no-such-compiler", "0", "gloo carries .*: memory shared by ranks needs a C.. compiler: install"),
@@ -309,8 +309,8 @@ def test_larger_sums_go_another_way_and_some_are_refused(pretended):
     assert group.allreduce([torch.ones(2**22 + 1)]) is seen.nccl.allreduce.return_value
     assert group.allreduce([torch.ones(4, dtype=torch.float16)]) is seen.nccl.allreduce.return_value
     for ranks, device in (2, "cpu"), (3, "cuda"):
-        with pytest.raises(InputError, match="^--comm one-shot is for 2, 4 or 8 ranks of one node, on GPUs$"):
-            one_shot.connect(World(0, ranks, torch.device(device)))
+        words = "^--comm one-shot is for 2, 4 or 8 ranks of one node, on GPUs$"
+        refused(words, one_shot.connect, World(0, ranks, torch.device(device)))
 
 
 def test_one_shot_sums_are_tried_against_nccls_before_they_are_used(pretended, monkeypatch):
@@ -320,8 +320,7 @@ def test_one_shot_sums_are_tried_against_nccls_before_they_are_used(pretended, m
     one_shot.check(group, 0, "cpu")
     right = torch.ops.symm_mem.two_shot_all_reduce_
     monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_", lambda x, *args: right(x, *args)[:].add_(x > 30))
-    with pytest.raises(InputError, match="are wrong"):
-        one_shot.check(group, 0, "cpu")
+    refused("are wrong", one_shot.check, group, 0, "cpu")
 
 
 class Slow:

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from configs import BASE, OLMO, change
-from helpers import last_logits, shard, unequal_rows
+from configs import BASE, MANY, OLMO, UNEQUAL_SHARES, change
+from helpers import last_logits, rank_logits, seeded, shard, unequal_rows
 from running import RANKS, run_ranks
 
 import tp
@@ -19,8 +19,6 @@ SIZES = [1, 31, 32, 33, 100, 4097]
 WIDE = [1e-30, 1e-5, 1.0, 1e30]
 SCALES = {torch.bfloat16: WIDE, torch.float16: [1e-5, 1.0, 1000.0], torch.float32: WIDE}
 LAST = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
-MANY = {"n_heads": 16, "n_kv_heads": 8, "intermediate_size": 101, "vocab_size": 130}
-SHARES = [(3, 1), (5, 2, 1), (1, 4, 2, 2)]
 
 
 def run_over_gloo(shares, function, *args):
@@ -58,7 +56,7 @@ def check_sum(result, partials):
 
 def numbers(rank, count, dtype, scale):
     """A rank's partial, with zeros in the middle; any rank can compute it."""
-    generator = torch.Generator().manual_seed(rank)
+    generator = seeded(rank)
     x = torch.randn(count, generator=generator, dtype=torch.float64) * scale
     x[40:80] = 0
     return x.to(dtype)
@@ -78,8 +76,7 @@ def others(world):
     """What is exact, or no number."""
     name, n = world.group.group_name, world.tp_size
     for dtype in torch.int32, torch.int64, torch.float64:
-        x = 1000 + 1001 * torch.arange(70, dtype=dtype) / (1 if dtype.is_floating_point else 1)
-        x = (x + world.rank).to(dtype)
+        x = 1000 + 1001 * torch.arange(70, dtype=dtype) + world.rank
         assert torch.equal(OPS.wait_tensor(OPS.all_reduce(x, "sum", name)), x * n + sum(range(n)) - n * world.rank)
     largest = OPS.wait_tensor(OPS.all_reduce(torch.tensor([1.001 + world.rank]), "max", name))
     assert torch.equal(largest, torch.tensor([0.001 + n]))
@@ -144,19 +141,15 @@ def recorded_logits(world, config):
 
 
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])
-@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize("shares", UNEQUAL_SHARES, ids=str)
 def test_each_sum_of_a_run_is_within_the_bound(shares, wiring):
     """Of unequal shares and unequal rows. The logits stay near those of exact sums."""
     config = change(BASE, **MANY, wiring=wiring)
     (logits, exact), *others = run_over_gloo(shares, recorded_logits, config)
     assert all(torch.equal(logits, other) for other, _ in others)
     assert not any(exact)
-    [plain, *_] = run_ranks(shares, exact_logits, config)
+    [plain, *_] = run_ranks(shares, rank_logits, config)
     assert 0 < (logits - plain).abs().max() < 0.1 * plain.abs().max()
-
-
-def exact_logits(world, config, **how):
-    return last_logits(shard(config, world), *unequal_rows(config), **how)
 
 
 def test_the_sums_of_a_norm_over_all_heads_are_exact():
@@ -167,7 +160,7 @@ def test_the_sums_of_a_norm_over_all_heads_are_exact():
 
 
 def compiled_logits(world, config):
-    return [last_logits(shard(config, world), *unequal_rows(config), compile=compile) for compile in (False, True)]
+    return [rank_logits(world, config, compile=compile) for compile in (False, True)]
 
 
 @pytest.mark.slow

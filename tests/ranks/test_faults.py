@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from cases import slow_case
 from faults import IMPORTS, PHASES
 from helpers import ROOT, random_model, train_tokenizer, write_model
 from running import command
@@ -59,11 +60,11 @@ SLOW_ONES = [  # phase, kind, rank of how many, flags
     ("decode", "SIGSTOP", 0, 2, " --comm library"), ("chat", "SIGKILL", 0, 2, ""),
     ("training", "terminal SIGINT", 0, 2, ""), ("decode", "SIGSTOP", 0, 2, ""),
 ]  # fmt: skip
-FAULTS = [("decode", "SIGKILL", 1, 2, ""), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_ONES)]
+FAULTS = [("decode", "SIGKILL", 1, 2, ""), *(slow_case(*case) for case in SLOW_ONES)]
 UNLIKE = [  # flags, or the script, of the last rank alone; what the line says
     ("--seed 2", r"--seed 2.*--seed 1"),
-    pytest.param("--checkpoint {b}", r"contents of --checkpoint", marks=pytest.mark.slow),
-    pytest.param("{code}/generate.py", r"the code", marks=pytest.mark.slow),  # another version of it
+    slow_case("--checkpoint {b}", r"contents of --checkpoint"),
+    slow_case("{code}/generate.py", r"the code"),  # another version of it
 ]
 
 

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
+from cases import refused
 from configs import BASE
 from helpers import ROOT, write_model
 from running import free_port
 
 import generate
-from ladder.errors import InputError
 from ladder.ranks import invite
 
 
@@ -57,8 +57,7 @@ def test_the_printed_line_starts_the_other_machine(tmp_path):
 )
 def test_refused_invitations(monkeypatch, words, message):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(InputError, match=re.escape(message)):
-        invite.main(words)
+    refused(re.escape(message), invite.main, words)
 
 
 def test_a_line_for_each_machine(monkeypatch):
@@ -70,5 +69,4 @@ def test_a_line_for_each_machine(monkeypatch):
         for node in (1, 2)
     ]
     monkeypatch.setattr(invite, "address_towards", lambda host: "")
-    with pytest.raises(InputError, match="no way out: give the address"):
-        invite.main(["generate.py"])
+    refused("no way out: give the address", invite.main, ["generate.py"])

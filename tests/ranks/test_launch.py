@@ -3,7 +3,6 @@
 import argparse
 import collections
 import functools
-import json
 import os
 import pickle
 import re
@@ -16,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from cases import refused
+from file_edits import read_json
 from helpers import ROOT
 from running import HANGS, command
 
@@ -109,7 +110,7 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_
     wrong = InputError("wrong")
     # torchrun lists each rank that fails; on the node of the first one, that is enough
     assert [leave(1, wrong, "0"), leave(0, wrong, "0"), leave(2, wrong, "1")] == [2, 0, 2]
-    told = json.loads((tmp_path / "1").read_text())["message"]
+    told = read_json(tmp_path / "1")["message"]
     assert told["message"] == "x.py: wrong" and int(told["extraInfo"]["timestamp"]) < int(time.time())
     shared.delete_key("ended")
     assert [leave(1, wrong, "0"), leave(0, wrong, None), leave(2, Terminated("SIGTERM"), None)] == [2] * 3
@@ -129,13 +130,11 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
     world = JoinedWorld(0, 2, torch.device("cpu"))
     for n, text in enumerate([pickle.dumps(Stranger()), "", b"\xff", "5", '{"a": 1}', "[" * 100_000], start=1):
         shared.set(f"gathered 2 {n} 1", text)
-        with pytest.raises(InputError, match=f"^another program has written 'gathered 2 {n} 1' to this run's store"):
-            world.gather((1, "a"))
+        refused(f"^another program has written 'gathered 2 {n} 1' to this run's store", world.gather, (1, "a"))
     assert not (tmp_path / "ran").exists()
     for n, text in enumerate(["null", '{"a": [1]}', '{"b": null}'], start=7):
         shared.set(f"gathered 2 {n} 1", text)
-        with pytest.raises(InputError, match="not started alike"):
-            world.agree({"a": 1})
+        refused("not started alike", world.agree, {"a": 1})
     shared.set("gathered 2 10 1", '[1, "b", null, 0.1, {"c": []}]')
     assert world.gather((1, "a")) == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
 
@@ -199,8 +198,7 @@ def test_a_port_at_which_nobody_answers_ends_the_run(monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     store.torchrun_store.cache_clear()
-    with pytest.raises(InputError, match="no store to meet at: MASTER_ADDR=here MASTER_PORT=1 does not answer$"):
-        store.torchrun_store()
+    refused("no store to meet at: MASTER_ADDR=here MASTER_PORT=1 does not answer$", store.torchrun_store)
 
 
 def test_a_store_that_goes_before_all_have_come_is_no_traceback(monkeypatch):
@@ -391,11 +389,10 @@ def test_each_difference_is_named():
     world.gather = lambda value: [own] * 3
     world.agree(own)
     world.gather = lambda value: [own, own, {"the script": "x.py", "--prompt": "x" * 100}]
-    with pytest.raises(InputError) as error:
-        world.agree(own)
-    assert "rank 2 with " in str(error.value) and "rank 1" not in str(error.value)
+    message = refused("rank 2 with ", world.agree, own)
+    assert "rank 1" not in message
     for words in f"--prompt {'x' * 60}", "--seed not given", "--seed 1", "--prompt not given":
-        assert words in str(error.value)
+        assert words in message
 
 
 def test_machines_are_told_apart_whatever_the_launcher_says(monkeypatch):

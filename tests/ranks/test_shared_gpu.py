@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from cases import refused
 from configs import BASE
 from helpers import random_model, rank_logits
 from running import run_ranks
@@ -12,7 +13,6 @@ from running import run_ranks
 from generate import Runner
 from ladder import memory
 from ladder.decoding.batch import make_cache
-from ladder.errors import InputError
 from ladder.kernels import compiling, cuda_graphs
 from ladder.ranks import launch, meeting, shared_gpu, watch
 from ladder.ranks.world import World
@@ -89,8 +89,7 @@ def test_sums_through_the_host_are_not_captured(monkeypatch):
     net.comm = types.SimpleNamespace(on_host=shared_gpu.ThroughHost.on_host, tp_size=2)
     assert Runner(net, cache).graphs is None
     monkeypatch.setattr(compiling, "prepare", lambda device: None)
-    with pytest.raises(InputError, match="--compile captures sums"):
-        Runner(net, cache, compile=True)
+    refused("--compile captures sums", Runner, net, cache, compile=True)
 
 
 @pytest.mark.parametrize("is_eager", [True, False])

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from cases import slow_case
 from configs import change
 from file_edits import SECONDS, check_changes
 from helpers import ROOT, write_model
@@ -67,7 +68,7 @@ def targets(folder):
     }
 
 
-@pytest.mark.parametrize("seconds", [SECONDS, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [SECONDS, slow_case(20)])
 def test_changed_files_work_or_are_refused_in_one_line(seconds, tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken_ranks, "LLAMA3_RANKS", 256)
     for name, (read, files) in targets(tmp_path).items():

@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 from types import SimpleNamespace
 
-import pytest
 import torch
+from cases import refused
 from configs import BASE
-from file_edits import refused
+from file_edits import write_json
 from helpers import ROOT, random_model
 from safetensors.torch import save_file
 
@@ -16,7 +17,6 @@ import convert_hf_checkpoint
 from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.compare import digest
 from ladder.command_line.prompts import read_prompts
-from ladder.errors import InputError
 from ladder.text.tokenizer import load_tokenizer
 
 DEMO = ROOT / "demo"
@@ -51,10 +51,10 @@ VALUES = [
 def test_our_config_refuses(tmp_path):
     for text, message in TEXTS.items():
         (tmp_path / "config.json").write_text(text, errors="surrogateescape")
-        refused(message, checkpoint.read_config, tmp_path)
+        refused(re.escape(message), checkpoint.read_config, tmp_path)
     for changes, message in VALUES:
         values = json.loads(json.dumps(writing.config_values(BASE) | changes))
-        refused(message, checkpoint.make_config, values)
+        refused(re.escape(message), checkpoint.make_config, values)
 
 
 def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp_path):
@@ -84,13 +84,13 @@ def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path)
 
 def test_wrong_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    refused("it has no config.json", complete.load, tmp_path)
+    refused(r"it has no config\.json", complete.load, tmp_path)
     refused("is a file: give its folder", complete.load, DEMO / "config.json")
     names = "nowhere", f"{tmp_path}/nowhere", "demo/nowhere", "no.gguf", "no/no.gguf"
     for nowhere in names:  # the hub is not asked for what is no id of its
         refused("no such file or folder, and no hub id", convert_hf_checkpoint.main, [nowhere, "--out", "x"])
     (tmp_path / "m.gguf").touch()
-    refused("m.gguf is empty: copy it again", convert_hf_checkpoint.main, [f"{tmp_path}/m.gguf", "--out", "x"])
+    refused(r"m\.gguf is empty: copy it again", convert_hf_checkpoint.main, [f"{tmp_path}/m.gguf", "--out", "x"])
     refused("no such file", convert_hf_checkpoint.main, ["demo", "--out", "x", "--tokenizer", "nowhere"])
 
 
@@ -104,26 +104,26 @@ def test_an_index_says_which_tensors_a_folder_has(tmp_path):
         tensors = {right: torch.ones(2), other: torch.zeros(2), f"only in {right}": torch.zeros(2)}
         save_file(tensors, tmp_path / f"{right}.safetensors")
     index = {"weight_map": {"b": "b.safetensors", "a": "a.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_json(tmp_path / "model.safetensors.index.json", index)
     weights = checkpoint.Weights(tmp_path)
     assert sorted(weights.names()) == ["a", "b"] and weights.read("a").all() and weights.read("b").all()
     index["weight_map"]["c"] = "a.safetensors"
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused("a.safetensors has no tensor 'c', which the index names", checkpoint.Weights, tmp_path)
+    write_json(tmp_path / "model.safetensors.index.json", index)
+    refused(r"a\.safetensors has no tensor 'c', which the index names", checkpoint.Weights, tmp_path)
 
 
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     (inner := tmp_path / "inner").mkdir()
     for file in "../secret", "/etc/passwd", "..":
-        (inner / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-        refused("index.json", checkpoint.Weights, inner)
+        write_json(inner / "model.safetensors.index.json", {"weight_map": {"a": file}})
+        refused(r"index\.json", checkpoint.Weights, inner)
 
 
 def test_truncated_weights(tmp_path):
     save_file(random_model(BASE).state_dict(), path := tmp_path / "model.safetensors")
     os.truncate(path, path.stat().st_size - 1000)
-    refused("model.safetensors is missing, truncated", checkpoint.Weights, tmp_path)
+    refused(r"model\.safetensors is missing, truncated", checkpoint.Weights, tmp_path)
 
 
 def test_weights_that_are_cut_after_their_header_was_read(tmp_path):
@@ -131,22 +131,21 @@ def test_weights_that_are_cut_after_their_header_was_read(tmp_path):
     save_file({"a": torch.ones(9000)}, path)
     weights = checkpoint.Weights(tmp_path)
     os.truncate(path, 5000)
-    refused("model.safetensors has changed since its header was read: ", weights.read, "a")
+    refused(r"model\.safetensors has changed since its header was read: ", weights.read, "a")
 
 
 def test_a_mistyped_local_folder_is_not_taken_for_a_hub_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "local").mkdir()
     refused("some-one/model: no such folder; if it is a hub model", checkpoint.read_config, "some-one/model")
-    with pytest.raises(InputError, match="^local/model: no such folder$"):
-        checkpoint.read_config("local/model")
+    refused("^local/model: no such folder$", checkpoint.read_config, "local/model")
 
 
 def test_weights_that_are_no_floats(tmp_path):
     state = {name: torch.zeros_like(w, dtype=torch.int32) for name, w in random_model(BASE).state_dict().items()}
     writing.write_config(tmp_path, BASE)
     save_file(state, tmp_path / "model.safetensors")
-    refused("tensor norm.weight holds int32: such quantized weights are not read", complete.load, tmp_path)
+    refused(r"tensor norm\.weight holds int32: such quantized weights are not read", complete.load, tmp_path)
     refused("holds int32, but the config says bfloat16", complete.load, tmp_path, dtype="bfloat16")
 
 
@@ -157,4 +156,4 @@ def test_weights_that_are_no_floats(tmp_path):
 def test_settings_that_are_refused(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes((DEMO / "tokenizer.model").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"x": {"content": "a"}}}')
-    refused("tokenizer.model cannot be read, or a file of settings beside it", load_tokenizer, tmp_path)
+    refused(r"tokenizer\.model cannot be read, or a file of settings beside it", load_tokenizer, tmp_path)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from file_edits import SECONDS, check_changes, refused
+from cases import refused, slow_case
+from file_edits import SECONDS, check_changes
 from helpers import greedy_tokens, shared_data
 from hf_folders import check_parity, convert, hf_model
 
@@ -63,7 +64,7 @@ def test_truncated_weights(tmp_path):
         refused(message, Llama2cWeights, tmp_path / "m.bin")
 
 
-@pytest.mark.parametrize("seconds", [SECONDS, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [SECONDS, slow_case(20)])
 def test_changed_llama2c_files_work_or_are_refused_in_one_line(seconds, tmp_path):
     write_llama2c(tmp_path / "m.bin", tied=True)
     files = {"m.bin": (tmp_path / "m.bin").read_bytes()}

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from cases import refused, slow_case
 from quantized_folders import int32
 
 from ladder.errors import InputError
@@ -46,7 +47,7 @@ def product(tensors, settings):
     return w.double()
 
 
-# ---- The naive dequantizers: (tensors, settings) -> a list (N, K) of numbers; any error means "refused" -----
+# ---- The naive dequantizers: (tensors, settings) -> the number at (n, k); any error means "refused" -----
 
 
 def scale(tensor, *at):
@@ -90,7 +91,7 @@ def naive_gptq(t, c):
         z = 2 ** (bits - 1) if c.get("sym") else (z + 1) % 2**bits if version == "gptq" else z
         return scale(s, g, n) * (q - z)
 
-    return [[value(n, k) for k in range(K)] for n in range(N)]
+    return value
 
 
 def naive_awq(t, c):
@@ -107,7 +108,7 @@ def naive_awq(t, c):
         assert c["zero_point"] or z == 8
         return scale(s, g, n) * (q - z)
 
-    return [[value(n, k) for k in range(K)] for n in range(N)]
+    return value
 
 
 def naive_packed(t, c):
@@ -134,7 +135,7 @@ def naive_packed(t, c):
             assert w["symmetric"]
         return scale(s, n, g) * (bits_at(t["weight_packed"][n, k // each], bits, k % each) - z)
 
-    return [[value(n, k) for k in range(K)] for n in range(N)]
+    return value
 
 
 def naive_scaled(t, c):
@@ -157,7 +158,7 @@ def naive_scaled(t, c):
     assert z is not None or all(group.get("symmetric", True) for group in groups)
     points = [[0.0] * s.shape[1]] * len(s) if z is None else z.double().tolist()
     values = w.double().tolist()
-    return [[(values[n][k] - points[n // a][k // b]) * scale(s, n // a, k // b) for k in range(K)] for n in range(N)]
+    return lambda n, k: (values[n][k] - points[n // a][k // b]) * scale(s, n // a, k // b)
 
 
 def naive_mxfp4(t, c):
@@ -169,7 +170,7 @@ def naive_mxfp4(t, c):
         number = bits_at(t["blocks"][n, k // 32, k % 32 // 2], 4, k % 2)
         return (-1.0 if number > 7 else 1.0) * table[number % 8] * scale(t["scales"], n, k // 32)
 
-    return [[value(n, k) for k in range(K)] for n in range(N)]
+    return value
 
 
 # ---- The matrices, and what may be changed ----------------------------------------------------------------
@@ -353,14 +354,15 @@ def changes(tensors, settings):
 def naive(dequantizer, tensors, settings):
     """Return what a naive dequantizer makes of the tensors, or None if the labels contradict one another."""
     try:
-        return torch.tensor(dequantizer(tensors, settings), dtype=torch.float64)
+        value = dequantizer(tensors, settings)
+        return torch.tensor([[value(n, k) for k in range(K)] for n in range(N)], dtype=torch.float64)
     except (ArithmeticError, AssertionError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError):
         return None
 
 
 @pytest.mark.parametrize("name, tensors_too", [
     *((name, name not in VARIANTS) for name in MATRICES),
-    *(pytest.param(name, True, marks=pytest.mark.slow) for name in VARIANTS),
+    *(slow_case(name, True) for name in VARIANTS),
 ])  # fmt: skip
 def test_a_changed_label_changes_the_matrix_or_is_refused(name, tensors_too):
     make, dequantizer = MATRICES[name]
@@ -387,7 +389,7 @@ def test_a_changed_label_changes_the_matrix_or_is_refused(name, tensors_too):
 
 def test_scales_of_a_cache_are_left_out_and_other_names_are_not():
     tensors, settings = one_scale()
-    source, right = Source(tensors), naive_scaled(tensors, settings)
+    source, right = Source(tensors), naive(naive_scaled, tensors, settings)
     for name in "k_scale", "v_scale", "q_scale", "kv_scale", "attn.k_scale", "k_zero_point":
         source.tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
     source.tensors["model.layers.0.self_attn.x_scale"] = torch.ones(1)
@@ -395,13 +397,12 @@ def test_scales_of_a_cache_are_left_out_and_other_names_are_not():
     assert read.names() == ["model.layers.0.self_attn.x_scale", f"{NAME}.weight"]
     w, scales = read.read(f"{NAME}.weight")
     w = w.double() * scales.double()
-    assert torch.equal(w, torch.tensor(right, dtype=torch.float64))
+    assert torch.equal(w, right)
 
 
 def test_a_quantized_matrix_of_which_dynamic_says_that_it_is_not_is_refused():
     tensors, settings = a_gptq(dynamic={r"-:.*up_proj": {}})
-    with pytest.raises(InputError, match="up_proj: it is quantized, but quantization_config says"):
-        product(tensors, settings)
+    refused("up_proj: it is quantized, but quantization_config says", product, tensors, settings)
 
 
 @pytest.mark.parametrize("make, path", [
@@ -416,5 +417,4 @@ def test_an_unknown_label_is_refused_by_its_name(make, path):
     place |= {"rotation": None, "scale_factor": False}
     product(tensors, settings)
     place["rotation"] = "hadamard"
-    with pytest.raises(InputError, match="quantization_config: rotation 'hadamard' is unknown: drop it if"):
-        product(tensors, settings)
+    refused("quantization_config: rotation 'hadamard' is unknown: drop it if", product, tensors, settings)

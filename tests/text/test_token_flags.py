@@ -6,16 +6,16 @@ treats USER_DEFINED and CONTROL.
 
 import functools
 import itertools
-import json
 import re
 
 import pytest
 import transformers
-from helpers import train_tokenizer
+from cases import refused, slow_case
+from file_edits import read_json, write_json
+from helpers import gguf_types, train_tokenizer
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ladder.errors import InputError
 from ladder.sources import gguf_tokenizer
 from ladder.text.tokenizer import FLAGS, load_tokenizer
 
@@ -48,7 +48,7 @@ def sentencepiece_model(tmp_path_factory):
 def write_sentencepiece(folder, model, mark, **more):
     (folder / "tokenizer.model").write_bytes(model.read_bytes())
     values = settings(mark, tokenizer_class="LlamaTokenizer", **{"legacy": False, "add_bos_token": True, **more})
-    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    write_json(folder / "tokenizer_config.json", values)
 
 
 def byte_level():
@@ -57,35 +57,33 @@ def byte_level():
     return model
 
 
-def write_json(folder, _, mark):
+def write_pipeline(folder, _, mark):
     """A tokenizer.json that has the tokens with other flags: those of the settings count."""
     model = byte_level()
     model.add_tokens([AddedToken(MARK, normalized=False), AddedToken(OTHER, normalized=False, special=True)])
     model.save(str(folder / "tokenizer.json"))
     values = settings(mark, 256, tokenizer_class="PreTrainedTokenizerFast")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(values | {f"{n}_token": None for n in ("bos", "eos", "unk")})
-    )
+    write_json(folder / "tokenizer_config.json", values | {f"{n}_token": None for n in ("bos", "eos", "unk")})
 
 
 def write_pairs(folder, _, mark):
-    (folder / "vocab.json").write_text(json.dumps(byte_level().get_vocab()))
+    write_json(folder / "vocab.json", byte_level().get_vocab())
     (folder / "merges.txt").write_text("#version: 0.2\n")
     values = settings(
         mark, 256, tokenizer_class="GPT2Tokenizer", **{f"{n}_token": OTHER for n in ("bos", "eos", "unk")}
     )
-    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    write_json(folder / "tokenizer_config.json", values)
 
 
 PATHS = {
-    "tokenizer.json": write_json, "vocab.json": write_pairs,
+    "tokenizer.json": write_pipeline, "vocab.json": write_pairs,
     "SentencePiece": write_sentencepiece,
     "SentencePiece, legacy": functools.partial(write_sentencepiece, legacy=True),
     "SentencePiece, no space": functools.partial(write_sentencepiece, add_prefix_space=False),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(len(FLAGS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [2, slow_case(len(FLAGS))])
 @pytest.mark.parametrize("path", PATHS)
 def test_every_flag_is_as_in_transformers(path, most, sentencepiece_model, tmp_path):
     """Each pair of flags, or all combinations. most: how many are set at once."""
@@ -124,7 +122,7 @@ def test_flags_in_several_places_are_joined_as_in_transformers(own, other, named
     model.save(str(tmp_path / "tokenizer.json"))
     added = {} if other is None else {"added_tokens_decoder": {"256": token(MARK, **other)}}
     values = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **added}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    write_json(tmp_path / "tokenizer_config.json", values)
     ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     # transformers forgets no token that tokenizer.json calls special; from other files it prints such a token, too
     hides = not (own == {} and other == {"special": False})
@@ -137,11 +135,9 @@ def test_flags_in_several_places_are_joined_as_in_transformers(own, other, named
 def write_gguf(folder, model, kind, name="a model", architecture="llama", mark=MARK, **more):
     """The files that are made of a GGUF file whose tokens are those of `model`, then a mark and OTHER of types."""
     pieces = SentencePieceProcessor(model_file=str(model))
-    kinds = [pieces.is_unknown, pieces.is_control, pieces.is_byte]
-    types = [next((n for n, is_kind in zip((2, 3, 6), kinds, strict=True) if is_kind(i)), 1) for i in range(SIZE)]
     own = {
         "model": "llama", "tokens": [*map(pieces.id_to_piece, range(SIZE)), mark, OTHER],
-        "token_type": [*types, kind, 3],
+        "token_type": [*gguf_types(pieces), kind, 3],
         "scores": [*map(pieces.get_score, range(SIZE)), -1000.0, -1000.0],
         "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, **more,
     }  # fmt: skip
@@ -160,10 +156,10 @@ def test_types_of_gguf_are_flags(kind, special, architecture, name, space, sente
     ours, phi3 = load_tokenizer(tmp_path / "gguf"), "hi" in name or "phi" in architecture
     mark = token(MARK, special=special, rstrip=phi3)
     write_sentencepiece(tmp_path / "settings", sentencepiece_model, mark, legacy=True, add_prefix_space=space)
-    values = json.loads((tmp_path / "settings" / "tokenizer_config.json").read_text())
+    values = read_json(tmp_path / "settings" / "tokenizer_config.json")
     for i in 2, SIZE + 1:
         values["added_tokens_decoder"][str(i)]["rstrip"] = phi3
-    (tmp_path / "settings" / "tokenizer_config.json").write_text(json.dumps(values))
+    write_json(tmp_path / "settings" / "tokenizer_config.json", values)
     theirs, peer = (
         load_tokenizer(tmp_path / "settings"),
         transformers.AutoTokenizer.from_pretrained(tmp_path / "settings"),
@@ -227,7 +223,7 @@ def test_user_defined_pieces_of_sentencepiece_are_added_tokens(tmp_path):
     """As in transformers, and unlike SentencePiece, which puts its space before such a token."""
     train_user_defined(tmp_path, remove_extra_whitespaces=False)
     values = {"tokenizer_class": "LlamaTokenizer", "legacy": True, "bos_token": "<s>", "eos_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**values, "unk_token": "<unk>"}))
+    write_json(tmp_path / "tokenizer_config.json", {**values, "unk_token": "<unk>"})
     ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ours.special.keys() == {"<unk>", "<s>", "</s>", MARK, OTHER, "\n\n"}
     for text in TEXTS:
@@ -251,7 +247,7 @@ def test_a_template_has_the_tokens_that_are_named_and_no_others(named, right, tm
     model = byte_level()
     model.add_tokens([AddedToken(text, normalized=False) for text in ("<s>", "</s>", MARK, OTHER)])
     model.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}))
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named})
     variables = load_tokenizer(tmp_path).template_variables
     assert variables == transformers.AutoTokenizer.from_pretrained(tmp_path).special_tokens_map
     assert variables.keys() == set(right)
@@ -272,5 +268,4 @@ def test_settings_whose_effect_is_not_computed_are_refused(key, sentencepiece_mo
     write_sentencepiece(tmp_path, sentencepiece_model, token(MARK), **{key: False})
     load_tokenizer(tmp_path)
     write_sentencepiece(tmp_path, sentencepiece_model, token(MARK), **{key: True})
-    with pytest.raises(InputError, match=f"tokenizer_config.json: {key} is not supported, since .*: set it to false$"):
-        load_tokenizer(tmp_path)
+    refused(f"tokenizer_config.json: {key} is not supported, since .*: set it to false$", load_tokenizer, tmp_path)
