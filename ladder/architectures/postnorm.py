@@ -74,10 +74,8 @@ class PostNormSums(Collectives):
         return norm(self.comm.wait(started))
 
     def settle(self, x, pending, newer=()):
-        if not newer:
-            return x + self.wait(pending)
         started, norm = pending
-        # only settle can come after `newer`
+        # of zeros, since only settle can come after `newer`, and an edit of it is to take effect in front of the norm
         return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
 
     def pin(self, x, newer):

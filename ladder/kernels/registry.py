@@ -332,8 +332,10 @@ def fingerprint(model):
         files.add(sys.modules[type(module).__module__])
     for file in files:
         scopes = [file, *(value for value in vars(file).values() if inspect.isclass(value))]
-        functions = [value for scope in scopes for value in vars(scope).values() if callable_in_project(value)]
-        parts += [getattr(underlying(value), "__code__", value) for value in functions]
+        for scope in scopes:  # of a module without what the compiler puts there, whose names begin with __
+            named = vars(scope).items()
+            functions = [underlying(value) for name, value in named if scope is not file or not name.startswith("__")]
+            parts += [function.__code__ for function in functions if inspect.isfunction(function)]
     return parts
 
 

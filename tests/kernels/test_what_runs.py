@@ -528,6 +528,23 @@ def test_a_runner_compiles_anew_what_was_edited_after_its_steps(capsys):
     assert "the model was changed after its steps were compiled" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_runner_compiles_anew_after_each_of_several_edits_from_a_notebook(monkeypatch):
+    """Their functions are in no file. Without an edit nothing is compiled again."""
+    net, prompts = load("float32"), [[5, 6, 7], [8]]
+    runner = generate.Runner(net, net.new_cache(2, 12), compile=True)
+    plain, rows = model.mlp_sublayer, [generate.generate(runner, prompts, 5, Sampler(0)).rows]
+    for source in "lambda *a: -3 * plain(*a)", "lambda *a: plain(*a).abs()":
+        monkeypatch.setattr(model, "mlp_sublayer", eval(source, {"plain": plain}))
+        with runner.unguarded():
+            rows.append(generate.generate(runner, prompts, 5, Sampler(0)).rows)
+            built = runner.built_for
+            assert generate.generate(runner, prompts, 5, Sampler(0)).rows == rows[-1]
+        assert runner.built_for is built
+        assert generate.generate(generate.Runner(net, net.new_cache(2, 12)), prompts, 5, Sampler(0)).rows == rows[-1]
+    assert rows[0] != rows[1] != rows[2]
+
+
 def test_every_weight_of_a_bfloat16_model_gets_a_gradient():
     net = load(tie_embeddings=True)
     assert net.output.weight is net.tok_embeddings.weight  # one parameter, which an optimizer steps once
@@ -651,6 +668,20 @@ def test_a_loop_of_lanes_that_is_replaced_is_compiled_anew(monkeypatch):
     monkeypatch.setattr(wirings, "delayed_loop", model.residual_loop)
     runner.renew_passes()
     assert not registry.same_fingerprint(before, runner.built_for)
+
+
+@pytest.mark.parametrize("changes", [{}, {"postnorm": {}}], ids=str)
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+def test_an_edit_of_settle_runs_for_each_sublayer(wiring, changes, monkeypatch):
+    net, plain, calls = load("float32", wiring=wiring, **changes), model.Collectives.settle, []
+
+    def counted(self, x, pending, newer=()):
+        calls.append(x)
+        return plain(self, x, pending, newer)
+
+    monkeypatch.setattr(model.Collectives, "settle", counted)
+    net(torch.tensor([[1, 5, 6]]))
+    assert len(calls) == 2 * len(net.layers)
 
 
 @pytest.mark.parametrize("wiring", ["ladder", "delayed", "farskip"])
