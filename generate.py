@@ -94,29 +94,44 @@ def sample(logits, comm, sampler):
     the settings, and random(), whose numbers are equal on all ranks.
     """
     logits = comm.gather_logits(logits).float()  # (B, V)
-    B, V = logits.shape
     finite = logits.isfinite().all(-1)  # a change that makes some -inf, such as forbidden ids, goes below
     if sampler.greedy:
         ids = logits.argmax(-1)  # of equal logits, the first
     elif sampler.filters:
-        logits, order = logits.sort(descending=True, stable=True)
-        weights = ((logits.double() - logits[:, :1]) / sampler.temperature).exp()  # of the likeliest: 1
-        least = logits[:, min(sampler.top_k, V) - 1, None]
-        weights = weights.masked_fill((logits < least) | (weights < sampler.min_p), 0)
-        likelier = weights.cumsum(-1) - weights  # the mass of the likelier ids, for top-p
-        weights = weights.masked_fill(likelier >= sampler.top_p * weights.sum(-1, keepdim=True), 0)
-        mass = weights.cumsum(-1)
-        drawn = sampler.random(torch.Tensor.uniform_, B, 1) * mass[:, -1:]
-        ids = order.gather(-1, (mass <= drawn).sum(-1, keepdim=True))[:, 0]
-    else:  # an exponential race: w / e, where e ~ Exp(1), is the largest with probability w / sum(w)
-        weights = ((logits - logits.amax(-1, keepdim=True)) / sampler.temperature).exp()
-        blocks = F.pad(weights, (0, -V % VOCAB_BLOCK)).unflatten(-1, (-1, VOCAB_BLOCK))
-        n_blocks = blocks.shape[1]
-        e = sampler.random(torch.Tensor.exponential_, B, n_blocks + VOCAB_BLOCK)
-        block = (blocks.sum(-1).double() / e[:, :n_blocks]).argmax(-1)  # a block first: few random numbers will do
-        inside = blocks[torch.arange(B, device=block.device), block] / e[:, n_blocks:]
-        ids = block * VOCAB_BLOCK + inside.argmax(-1)
+        ids = draw_filtered(logits, sampler)
+    else:
+        ids = draw(logits, sampler)
     return ids.where(finite, -1)
+
+
+def draw(logits, sampler):
+    """Draw an id of each row (B,) by the softmax of its logits (B, V) / temperature.
+
+    It is an exponential race: w / e, where e ~ Exp(1), is the largest with probability w / sum(w). A race of blocks of
+    ids comes first, then one of the ids in the block, so that V / 16 + 16 random numbers do, not V.
+    """
+    B, V = logits.shape
+    weights = ((logits - logits.amax(-1, keepdim=True)) / sampler.temperature).exp()
+    blocks = F.pad(weights, (0, -V % VOCAB_BLOCK)).unflatten(-1, (-1, VOCAB_BLOCK))
+    n_blocks = blocks.shape[1]
+    e = sampler.random(torch.Tensor.exponential_, B, n_blocks + VOCAB_BLOCK)
+    block = (blocks.sum(-1).double() / e[:, :n_blocks]).argmax(-1)
+    inside = blocks[torch.arange(B, device=block.device), block] / e[:, n_blocks:]
+    return block * VOCAB_BLOCK + inside.argmax(-1)
+
+
+def draw_filtered(logits, sampler):
+    """Draw an id of each row (B,) by its logits (B, V), among the likeliest ones that top_k, top_p and min_p leave."""
+    B, V = logits.shape
+    logits, order = logits.sort(descending=True, stable=True)
+    weights = ((logits.double() - logits[:, :1]) / sampler.temperature).exp()  # of the likeliest: 1
+    least = logits[:, min(sampler.top_k, V) - 1, None]
+    weights = weights.masked_fill((logits < least) | (weights < sampler.min_p), 0)
+    likelier = weights.cumsum(-1) - weights  # the mass of the likelier ids, for top-p
+    weights = weights.masked_fill(likelier >= sampler.top_p * weights.sum(-1, keepdim=True), 0)
+    mass = weights.cumsum(-1)
+    drawn = sampler.random(torch.Tensor.uniform_, B, 1) * mass[:, -1:]
+    return order.gather(-1, (mass <= drawn).sum(-1, keepdim=True))[:, 0]
 
 
 # ---- The passes of a model -------------------------------------------------------------------------------------------
@@ -155,7 +170,7 @@ class Runner:
         last_index = lengths - 1
         logits = None
         for start, chunk in self.prefill_chunks(tokens, cached_tokens):
-            positions = cache_length = None  # of the first chunk, which reads no cache
+            positions = cache_length = None  # of the first chunk: all rows begin at position 0
             if start:
                 cache_length = start + chunk.shape[1]
                 positions = torch.arange(start, cache_length, device=tokens.device).expand(len(tokens), -1)
@@ -307,7 +322,7 @@ class Generation:
         self.max_lengths = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         rows, slots = cache_size(runner.cache)
         longest = max(self.max_lengths)
-        if len(prompts) != rows or longest > slots:  # with the dummy slot, since a row's last token is never cached
+        if len(prompts) != rows or longest > slots:  # a row of n tokens caches n - 1, and needs the dummy slot
             needed = f"{len(prompts)} rows of {longest} tokens do not fit a cache of {rows} rows, {slots} slots"
             raise InputError(f"{needed}: make_cache(model, {len(prompts)}, {longest}) makes one")
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done

@@ -28,6 +28,7 @@ from ladder.kernels import quant_linear
 from ladder.kernels.registry import begin_pass, end_pass, plain
 from ladder.layers.attention_inputs import attention_metadata, rope_frequencies, rotate
 from ladder.layers.norms import ACTIVATIONS, NORMS
+from ladder.wiring_rules import WiringRules
 
 # ---- The configuration -----------------------------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class SingleDevice(Collectives):
 
 
 # Token ids. A rank holds whole blocks: generate.sample draws a block, with a random number for each, and then an id in
-# it. So a rank needs the logits of its own blocks only, and any number of ranks draws the same id.
+# it. So sample's kernel needs the logits of a rank's own blocks only, and any number of ranks draws the same id.
 VOCAB_BLOCK = 16
 
 
@@ -265,12 +266,15 @@ def attention_plus_mlp(x, block, metadata, cache):
 
 
 def as_defined_now(function):
-    """Return what a function's file has by its name now: model.mlp_sublayer = mine changes all models at once."""
+    """Return the function that its file has by this name now.
+
+    So `model.mlp_sublayer = mine`, from Python, also reaches the Wirings that were made with the former one.
+    """
     return getattr(sys.modules[function.__module__], getattr(function, "__name__", ""), function)
 
 
 @dataclasses.dataclass(frozen=True)
-class Wiring:
+class Wiring(WiringRules):
     """The sublayers of a model, and what they read.
 
     Config.wiring is NAME[-K][:N]. For example, ladder-2 is two sublayers stale, and ladder:8 wires the last eight
@@ -285,7 +289,7 @@ class Wiring:
                 yield equally often. One that only changes `stale` calls residual_loop, as delayed_loop does
                 (ladder/lanes/wirings.py). NAME:N wants a subclass of Wiring that says takes_layers = True
 
-    Where that is not enough, a subclass gives other answers than those below the fields, as FarSkip does
+    Where that is not enough, a subclass gives other answers than WiringRules, as FarSkip does
     (ladder/architectures/farskip.py).
     """
 
@@ -296,57 +300,13 @@ class Wiring:
     stale: int = 0  # how many of the newest sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
 
-    # What is no field, a subclass answers for all its wirings.
-    # Whether sublayers read this rank's own partials before they are summed, so that the ranks' streams differ.
-    reads_partials = False
-    # Whether the weights were made for a number of shards, so that it matters where they are cut.
-    fixed_shards = False
-
-    @property
-    def varies_with_ranks(self):
-        """Whether it is another function on another number of ranks."""
-        return self.reads_partials and not self.fixed_shards
-
-    @property
-    def takes_layers(self):
-        """Whether NAME:n may wire only some layers.
-
-        A loop of your own that obeys each sublayer's `stale` says so: class Mine(Wiring): takes_layers = True.
-        """
-        return self.loop is residual_loop and self != self.left_out()
-
-    @property
-    def forms(self):
-        """What may follow its name in Config.wiring."""
-        layers = (":N", ":I,J,...", ":I-J") if self.takes_layers else ()
-        return (*layers, "-K") if self.stale else layers
-
     def run(self, x, sublayers, comm, config):
         """Return the generator that the loop makes."""
         return as_defined_now(self.loop)(x, sublayers, comm, config)
 
-    def configured(self, parsed):
-        """Return this Wiring with what the text says of it, a wiring_text.Parsed."""
-        return dataclasses.replace(self, stale=parsed.stale or self.stale)
-
     def left_out(self):
         """Return the Wiring of the layers that NAME:n leaves out, which this wiring's loop runs, too."""
         return WIRINGS["standard"]
-
-    def can_run(self, other):
-        """Return whether this wiring's loop runs single layers of the other one as their own would."""
-        same_loop = other.loop in (self.loop, residual_loop)
-        return same_loop and other.blocks == 1 and other.reads_partials <= self.reads_partials
-
-    def check(self, config):
-        """Raise InputError for a Config that this wiring is not for."""
-
-    def shards(self, shares=(1,)):
-        """Return the shares in which the weights are cut: those of the ranks."""
-        return shares
-
-    def loader(self, shares):
-        """Return the function that loads a rank's weights, with the arguments of tp.load_shard; None: that one."""
 
     def new_model(self, config):
         """Return the module of a whole model, or of a shard; its weights are set later."""
@@ -489,7 +449,7 @@ class Attention(nn.Module):
         q, k, v, *others = self.split_heads(self.wqkv(x), metadata)  # others: gates, in heads.py
         rope, mask = self.rope_and_mask(metadata)
         q, k, v = rotate_into_cache(q, k, v, rope, metadata, cache)
-        if cache is not None and mask is not None:  # else the keys of this pass are all
+        if cache is not None and mask is not None:  # without a mask the rows begin here: their own k and v are all
             k, v = cache
         y = self.attend(q, k, v, mask, metadata)
         return self.wo(self.join_heads(y, *others))

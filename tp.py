@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from ladder.checkpoints.checkpoint import check_shape, read_slice
 from ladder.errors import InputError
+from ladder.kernels.quant_linear import neuron_unit
 from ladder.kernels.registry import plain
 from ladder.progress import progress
 from model import VOCAB_BLOCK, Collectives, build, pad_logits
@@ -62,8 +63,8 @@ class TensorParallel(Collectives):
     def wait(self, pending):
         return torch.ops._c10d_functional.wait_tensor(pending)
 
-    # In compiled code the kernels of ladder/kernels/ordered.py stand in for these two, and keep the order in which sums
-    # overlap; with --compile --plain the compiler may change it. Eager code runs in the order in which it is written.
+    # In compiled code, and where ranks sum in shared memory, the kernels of ladder/kernels/ordered.py stand in for
+    # these two. They keep the order in which sums overlap, which with --compile --plain the compiler may change.
 
     @plain
     def settle(self, x, pending, newer=()):
@@ -88,7 +89,7 @@ class TensorParallel(Collectives):
 
 
 def shard_plan(config, rank, shares):
-    """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each sharded linear, norm and vector.
+    """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each linear that ranks share out.
 
     Column-parallel (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. Raises InputError if a rank would have no
@@ -99,17 +100,16 @@ def shard_plan(config, rank, shares):
         raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {N}: use 1 to {N}")
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
-    for each in config.architecture:
+    for mlp, neurons in config.mlps.items():
+        ranges = [neuron_range(config, neurons, rank, shares)]
+        plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
+    for each in config.architecture:  # what a Llama does not have
         plan |= each.plan_of_heads(config, wo)
-    for each in config.architecture:
         if units := each.sharded_units(config):
             n, name, linears = units
             first, end = split_range(n, rank, shares, name)
             for linear, (dim, parts) in linears.items():
                 plan[linear] = dim, [(offset + first * size, offset + end * size) for offset, size in parts]
-    for mlp, neurons in config.mlps.items():
-        ranges = [neuron_range(config, neurons, rank, shares)]
-        plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
     return plan
 
 
@@ -162,34 +162,6 @@ def neuron_range(config, neurons, rank, shares):
         raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
     start, stop = split_range(units, rank, shares, "parts of the MLP")
     return start * unit, stop * unit
-
-
-def neuron_unit(config, neurons, shares):
-    """Return how many neurons stay together on a rank, the unit in which ranks share out an MLP, by the form of w2:
-
-    floats, or int8 by rows      1; what an architecture asks for (experts: 8), if that divides the neurons
-    fp8                          16, as its kernel wants, if that divides them and the smallest share gets a unit
-    int4, or int8 in groups      128 columns, as PyTorch's kernel on a GPU wants, if that divides them and each rank
-                                 gets 8 units or more; else a group of columns, which share a scale, halved until the
-                                 smallest share gets a unit, down to 8, the least that the kernels for CPUs take
-    groups, in fixed shards      8, of which the bounds of shards are multiples; fp8 in fixed shards: 1
-    """
-    fixed = config.named_wiring.fixed_shards
-    least_ranks = sum(shares) / min(shares)  # as many as if each had the smallest share
-    in_groups = config.group_size and "w2" not in (*config.not_quantized, *config.int8)
-    if in_groups and fixed:
-        return 8
-    if in_groups:
-        if neurons % 128 == 0 and neurons >= 8 * 128 * least_ranks and not config.named_wiring.reads_partials:
-            return 128
-        unit = config.group_size
-        while unit > 8 and neurons // unit < least_ranks:
-            unit //= 2
-        return unit
-    if config.quant == "fp8" and neurons % 16 == 0 and neurons // 16 >= least_ranks:
-        return 1 if fixed else 16
-    unit = max((each.neuron_unit for each in config.architecture), default=1)
-    return 1 if neurons % unit else unit
 
 
 def vocab_range(vocab_size, rank, shares):
@@ -251,20 +223,25 @@ def plan_key(name):
 def _shard_slice(model, name, whole, plan, dtype, rank):
     path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
     owner = name if path.endswith((".attention", ".feed_forward")) else path  # they may have parameters of their own
-    dim, ranges = plan.get(plan_key(owner), (0, None))
+    dim, ranges = plan.get(plan_key(owner), (0, None))  # None: all of a norm or an embedding
     as_stored = whole.dtype == torch.float16 and dtype == torch.bfloat16  # only scales and zeros of groups are float16
-    is_quantized = whole.itemsize == 1
-    dtype = whole.dtype if is_quantized else dtype
+    if whole.itemsize == 1:  # integers
+        dtype = whole.dtype
     if model.config.stays_float32(name):
         dtype = torch.float32
     row_parallel = dim == 1
-    is_scale_of_rows = row_parallel and whole.shape[-1] == 1  # of int8, whose columns share one scale
     if row_parallel and tensor == "bias":  # added to a partial sum, so by rank 0 alone
         return ShardSlice(whole.shape, dtype, zeros=rank > 0)
-    if ranges is None or is_scale_of_rows:  # None: of a norm or an embedding
+    if row_parallel and whole.shape[-1] == 1:  # scales of int8, one for each row, whatever columns a rank has
+        ranges = None
+    if ranges is None:
         return ShardSlice(whole.shape, dtype, as_stored=as_stored)
-    columns_per_element = model.get_submodule(path).in_features // whole.shape[-1] if row_parallel else 1
-    shape, dim = list(whole.shape), dim + (".experts." in name)  # experts come first
+    columns_per_element = 1
+    if row_parallel:
+        columns_per_element = model.get_submodule(path).in_features // whole.shape[-1]
+    if ".experts." in name:  # the dimension of the experts comes first
+        dim += 1
+    shape = list(whole.shape)
     shape[dim] = sum(stored_length(start, stop, columns_per_element) for start, stop in ranges)
     return ShardSlice(tuple(shape), dtype, dim, ranges, columns_per_element, as_stored)
 

@@ -326,6 +326,34 @@ def replace_matrices(model):
         raise InputError(f"int8 lists {min(unknown)}, which is no matrix of this model that is quantized")
 
 
+def neuron_unit(config, neurons, shares):
+    """Return how many neurons stay together on a rank, the unit in which ranks share out an MLP, by the form of w2:
+
+    floats, or int8 by rows      1; what an architecture asks for (experts: 8), if that divides the neurons
+    fp8                          16, as its kernel wants, if that divides them and the smallest share gets a unit
+    int4, or int8 in groups      128 columns, as PyTorch's kernel on a GPU wants, if that divides them and each rank
+                                 gets 8 units or more; else a group of columns, which share a scale, halved until the
+                                 smallest share gets a unit, down to 8, the least that the kernels for CPUs take
+    groups, in fixed shards      8, of which the bounds of shards are multiples; fp8 in fixed shards: 1
+    """
+    fixed = config.named_wiring.fixed_shards
+    least_ranks = sum(shares) / min(shares)  # as many as if each had the smallest share
+    in_groups = config.group_size and "w2" not in (*config.not_quantized, *config.int8)
+    if in_groups and fixed:
+        return 8
+    if in_groups:
+        if neurons % 128 == 0 and neurons >= 8 * 128 * least_ranks and not config.named_wiring.reads_partials:
+            return 128
+        unit = config.group_size
+        while unit > 8 and neurons // unit < least_ranks:
+            unit //= 2
+        return unit
+    if config.quant == "fp8" and neurons % 16 == 0 and neurons // 16 >= least_ranks:
+        return 1 if fixed else 16
+    unit = max((each.neuron_unit for each in config.architecture), default=1)
+    return 1 if neurons % unit else unit
+
+
 def regroup(numbers, start, stop, size):
     """Return the scales or zeros of columns start to stop, given those of all groups that contain them (..., G).
 

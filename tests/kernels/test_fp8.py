@@ -111,7 +111,7 @@ def test_ranks_get_neurons_in_multiples_of_16():
     """Which the kernel of a GPU wants, as long as each gets some."""
     cuts = [tp.shard_plan(CONFIG, rank, (1,) * 3)["w2"][1][0][0] for rank in range(3)]
     assert cuts == [0, 64, 112]
-    assert tp.neuron_unit(dataclasses.replace(CONFIG, intermediate_size=100), 100, (1, 1)) == 1
+    assert quant_linear.neuron_unit(dataclasses.replace(CONFIG, intermediate_size=100), 100, (1, 1)) == 1
 
 
 def test_bad_tensors_are_refused(monkeypatch):
