@@ -188,7 +188,9 @@ def main(argv=None):
         words = f"{name} {args.layers}: {nats:.4f} nats ({nats - original:+.4f}), KL divergence {kl:.4f}"
         print(words + (f", predicted {speed:.2f} times as fast over {args.link.name}" if speed else "") + f": {wiring}")
     if args.plot:
-        plot.draw_losses(args.plot, f"{args.checkpoint}, layers as {args.wiring}, not retrained", original, curves)
+        series = {name: enumerate([original, *(nats for _, nats in each)]) for name, each in curves.items()}
+        title = f"{args.checkpoint}, layers as {args.wiring}, not retrained"
+        plot.draw(args.plot, title, series, xlabel="layers rewired", ylabel="nats per token")
     if args.json:
         line = {"checkpoint": config.wiring, "order": chosen, "alone": alone, "original": original, "curves": curves}
         outputs.append_line(args.json, line)
