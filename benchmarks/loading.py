@@ -6,48 +6,37 @@ The checkpoint is loaded. A made mixture of 48 layers with so many tiny experts,
 converted and loaded.
 """
 
-import json
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import ladder.openmp  # noqa: F401 (before torch loads)
 
 import torch
-from safetensors.torch import save_file
 
 import convert_hf_checkpoint
 import generate
+from extras.export.to_hf import convert_to_hf
 from ladder import outputs
+from ladder.architectures.heads import Heads
+from ladder.architectures.mixture import Mixture
 from ladder.benchmarking import environment
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.ranks import launch
 from ladder.ranks.world import World
+from model import Config, build
 
-LAYERS, DIM, HEAD_DIM, VOCAB = 48, 32, 16, 64
+LAYERS = 48
 
 
 def make_mixture(folder, n_experts):
     """Write a Hugging Face folder of a tiny Qwen3-MoE with random weights."""
-    config = {
-        "model_type": "qwen3_moe", "hidden_size": DIM, "intermediate_size": DIM, "moe_intermediate_size": 8,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": HEAD_DIM,
-        "vocab_size": VOCAB, "num_experts": n_experts, "num_experts_per_tok": 2, "norm_topk_prob": True,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True,
-    }  # fmt: skip
-    shapes = {"model.embed_tokens": (VOCAB, DIM), "model.norm": (DIM,)}
-    layer = {"input_layernorm": (DIM,), "post_attention_layernorm": (DIM,), "mlp.gate": (n_experts, DIM)}
-    layer |= {"self_attn.q_norm": (HEAD_DIM,), "self_attn.k_norm": (HEAD_DIM,), "self_attn.q_proj": (2 * HEAD_DIM, DIM)}
-    layer |= {f"self_attn.{name}_proj": (HEAD_DIM, DIM) for name in "kv"} | {"self_attn.o_proj": (DIM, 2 * HEAD_DIM)}
-    for expert in range(n_experts):
-        layer |= {f"mlp.experts.{expert}.{name}_proj": (8, DIM) for name in ("gate", "up")}
-        layer[f"mlp.experts.{expert}.down_proj"] = DIM, 8
-    for i in range(LAYERS):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    tensors = {f"{name}.weight": torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    architecture = Heads(qk_norm=True), Mixture(n_experts, experts_per_token=2, expert_size=8)
+    config = Config(LAYERS, 2, 1, 16, 32, 32, 64, 64, tie_embeddings=True, architecture=architecture)
+    weights = {name: torch.randn(each.shape) for name, each in build(config).named_parameters()}
+    convert_to_hf(SimpleNamespace(read=weights.get), config, folder, torch.bfloat16, shard_bytes=2**30)
 
 
 def measure(folder, n_experts):
