@@ -39,19 +39,16 @@ ROWS, LENGTH = 32, 256  # tokens of the text
 
 def own_text(folder, config, length):
     """Return token ids (ROWS, length) that the model of a checkpoint folder writes. Raises InputError."""
-    world = World(0, 1, torch.device("cpu"))
-    model = generate.load_model(config, folder, None, world)
-    sampler = Sampler(1.0)
-    first = torch.randint(config.vocab_size, (ROWS, 1), generator=torch.Generator().manual_seed(0))
-    tokens = [first if config.bos_id is None else torch.full((ROWS, 1), config.bos_id)]
-    with torch.inference_mode():
-        cache = make_cache(model, ROWS, length)
-        for i in tqdm(range(length - 1), "writing a text", leave=False, delay=1, disable=None):
-            logits = model(tokens[-1], torch.full((ROWS, 1), i), cache, i + 1)
-            tokens.append(generate.sample(logits[:, -1], model.comm, sampler)[:, None])
-            if tokens[-1].min() < 0:
-                raise InputError(f"{folder} computes logits that are NaN or infinite")
-    return torch.cat(tokens, dim=1)
+    model = generate.load_model(config, folder, None, World(0, 1, torch.device("cpu")))
+    first = [[config.bos_id]] * ROWS
+    if config.bos_id is None:
+        first = torch.randint(config.vocab_size, (ROWS, 1), generator=torch.Generator().manual_seed(0)).tolist()
+    runner = generate.Runner(model, make_cache(model, ROWS, length))
+    generation = generate.Generation(runner, first, length - 1, Sampler(1.0))
+    with flags.naming(folder):
+        for _ in tqdm(generation, "writing a text", length - 1, leave=False, delay=1, disable=None):
+            pass
+    return torch.tensor(generation.sequences)
 
 
 def read_tokens(args, config):
@@ -202,10 +199,9 @@ def main(argv=None):
     config, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     not_quantized = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
-    int8 = ("tok_embeddings",) if args.mode == "int4" and config.tie_embeddings else ()
-    int8 = tuple(name for name in int8 if name not in not_quantized)
-    form = {"quant": args.mode, "group_size": group_size, "not_quantized": not_quantized, "int8": int8}
-    new = dataclasses.replace(config, **form)
+    tied = args.mode == "int4" and config.tie_embeddings and "tok_embeddings" not in not_quantized
+    form = {"quant": args.mode, "group_size": group_size, "not_quantized": not_quantized}
+    new = dataclasses.replace(config, **form, int8=("tok_embeddings",) if tied else ())
     shard_plan(new, 0, new.named_wiring.shards())  # raises InputError for lanes that would cut groups
     for name, shape in writing.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
