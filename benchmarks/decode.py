@@ -199,10 +199,11 @@ def parse(argv):
     args.engines = args.engines or ["ours"]
     if unknown := {*args.engines}.difference(ENGINES):
         raise InputError(f"--engines: unknown {unknown.pop()!r}; known: {', '.join(ENGINES)}")
-    if bool(args.checkpoint) != bool(args.gguf) and llama_cpp in map(ENGINES.get, args.engines):
+    with_llama_cpp = llama_cpp in map(ENGINES.get, args.engines)
+    if bool(args.checkpoint) != bool(args.gguf) and with_llama_cpp:
         raise InputError("--checkpoint and --gguf: llama.cpp needs both or neither, so that the models are the same")
     size = named_size(args.model)
-    if size.find(Mixture) and not size.find(Latent) and llama_cpp in map(ENGINES.get, args.engines):
+    if size.find(Mixture) and not size.find(Latent) and with_llama_cpp:
         raise InputError(
             f"--model {args.model} is a mixture without latent attention, which is not written for llama.cpp"
         )
@@ -275,7 +276,7 @@ def cell(line, row):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = [line for path in args.show for line in results.read(path, "engine", "bandwidth")]
+        lines = results.read(args.show, "engine", "bandwidth")
         return print(tables([line for line in lines if not args.engines or line["engine"] in args.engines]))
     lines = []
     for line in measure(args):

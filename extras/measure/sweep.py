@@ -131,7 +131,7 @@ def show(lines, figure):
 def table(lines):
     def row(line):
         mine = [one for one in lines if one["link"]["name"] == line["link"]["name"]]
-        whole = [one for one in mine if not one["wiring"].endswith((" chunks", " parts"))] or mine
+        whole = [one for one in mine if not one["wiring"].endswith(" parts")] or mine
         ms = statistics.median(one["all_reduce_ms"] for one in whole)
         return line["link"]["name"], f"{ms:.{2 if line['device'] == 'cpu' else 3}f}"
 
@@ -155,7 +155,7 @@ def cell(line, row):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = [line for path in args.show for line in results.read(path, "limit_ms")]
+        lines = results.read(args.show, "limit_ms")
         return show([line for line in lines if not args.wiring or line["wiring"] in args.wiring], args.plot)
     joined = launch.join(args.device, vars(args))
     first = max(args.link, key=lambda one: one.seconds(1, 2))  # a free one if there is no other
