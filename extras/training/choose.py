@@ -80,22 +80,21 @@ class Scorer:
     def keep(self, layers):
         """Let later scores begin from the partials of the model with these layers rewired."""
         recorded = []
-        for _ in self.log_probabilities(layers, recorded):
-            break
+        next(self.log_probabilities(layers, recorded))
         self.base = frozenset(layers), recorded
 
 
-def choose(scorer, n, show=False):
+def choose(scorer, n):
     """Return ([layer, ...] in the order in which they were added, {layer: KL of each alone}).
 
     Each time that layer is added with which the KL divergence grows least. What a layer added when it was last tried
     is taken as the least that it adds now, so that few are tried again; that is usually so, but not certain.
     """
     alone = {}
-    for layer in tqdm(range(scorer.original.n_layers), "each layer alone", disable=None if show else True):
+    for layer in tqdm(range(scorer.original.n_layers), "each layer alone", disable=None):
         alone[layer] = scorer.score({layer})[0]
     chosen, now, growth = [], 0.0, dict(alone)
-    for _ in tqdm(range(n), "choosing", disable=None if show else True):
+    for _ in tqdm(range(n), "choosing", disable=None):
         tried = {}
         while growth.keys() - tried.keys():
             layer = min(growth.keys() - tried.keys(), key=growth.get)
@@ -143,10 +142,11 @@ def read(args):
     """Return (the model's Config, rows of token ids to choose by, rows to report). Raises InputError."""
     config = writing.read_original(args.checkpoint)
     with flags.naming("--wiring"):
-        wired = rewired(config, args.wiring).named_wiring
-        whole = rewired(config, args.wiring).parsed.parameter is None and wired.takes_layers
+        chosen = rewired(config, args.wiring)
+        wired = chosen.named_wiring
         if (
-            not whole
+            chosen.parsed.parameter is not None
+            or not wired.takes_layers
             or wired.blocks > 1
             or wired.reads_partials
             or wired.left_out() != find_wiring("standard")
@@ -174,7 +174,7 @@ def main(argv=None):
         raise InputError("layers are chosen by one process: start it without torchrun")
     config, rows, others = read(args)
     model = generate.load_model(config, args.checkpoint, args.dtype, world)
-    chosen, alone = choose(Scorer(model, rows, args.wiring), args.layers, show=True)
+    chosen, alone = choose(Scorer(model, rows, args.wiring), args.layers)
     scorer, n = Scorer(model, others, args.wiring), config.n_layers
     sets = {"chosen": chosen, "last": [*range(n - 1, -1, -1)], "first": [*range(n)]}
     sets = {name: [sorted(order[:i]) for i in range(1, args.layers + 1)] for name, order in sets.items()}
