@@ -40,14 +40,18 @@ def ours(linear):
     return linear
 
 
+def floats(linear):
+    return dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16)
+
+
 def bfloat16(linear):
-    w = dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16)
+    w = floats(linear)
     return lambda x: F.linear(x, w)
 
 
 def dequantized(linear):
     """All weights are turned into floats at each product."""
-    return lambda x: F.linear(x, dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16))
+    return lambda x: F.linear(x, floats(linear))
 
 
 def gemlite(linear):
@@ -63,7 +67,7 @@ def torchao(packing, linear):
 
     K, N = linear.in_features, linear.out_features
     plain = torch.nn.Linear(K, N, bias=False, device=linear.weight.device, dtype=torch.bfloat16)
-    plain.weight.data.copy_(dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16))
+    plain.weight.data.copy_(floats(linear))
     quantize_(plain, Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=packing))
     return plain
 
