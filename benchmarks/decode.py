@@ -48,19 +48,24 @@ KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens"}
 # Each returns prepare(kind, n), which returns a function that runs that case, and the bytes that our decode step reads.
 
 
+def step_of(model, kind, n, compile=False):
+    """Return (a function that runs a decode step of n rows, or a prefill of n tokens, again and again; its cache)."""
+    batch, length = (n, FILLED) if kind == "decode" else (1, n)
+    runner = Runner(model, make_cache(model, batch, length + 1), compile)
+    return replays(runner, *pad([[1] * length] * batch, runner.device))[kind], runner.cache
+
+
 def ours(config, kind, args):
     if kind.startswith("int"):
         config = dataclasses.replace(config, quant=kind, group_size=64 if kind == "int4" else None)
     model, compile = load_model(config, args.checkpoint, "bfloat16", WORLD), kind != "eager"
 
     def prepare(kind, n):
-        batch, length = (n, FILLED) if kind == "decode" else (1, n)
-        runner = Runner(model, make_cache(model, batch, length + 1), compile)
-        run = replays(runner, *pad([[1] * length] * batch, runner.device))[kind]
+        run, cache = step_of(model, kind, n, compile)
         torch.compiler.set_stance("default")
         run()  # compiles
         torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # as generate.py does
-        return run, step_bytes(model, runner.cache, FILLED + 1) if kind == "decode" else None
+        return run, step_bytes(model, cache, FILLED + 1) if kind == "decode" else None
 
     return prepare
 

@@ -23,13 +23,13 @@ import ladder.openmp  # noqa: F401 (before torch loads)
 import torch
 
 import generate
+from benchmarks.decode import step_of
 from extras.measure import results
-from extras.measure.exposed import replays
 from ladder import outputs
 from ladder.benchmarking import environment, in_turns, pivot, quartiles, timed
 from ladder.command_line import flags
 from ladder.command_line.flags import count
-from ladder.decoding.batch import Sampler, make_cache, pad
+from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks import launch
@@ -40,7 +40,6 @@ from tp import TensorParallel
 
 CASES = [("decode", 1), ("decode", 4), ("prefill", 256)]  # rows of a decode step, tokens of a prefill
 WAYS = [*itertools.product(("library", "int8"), ("standard", "ladder")), ("none", "upper-bound")]
-FILLED = 128  # slots of the cache before a decode step
 STEPS = {"decode": 5, "prefill": 1}  # that are timed together
 TURNS = {"decode": 5, "prefill": 1}  # of a round: a decode step is short, so that a moment's disturbance hits one way
 SENT = Path("/sys/class/net/link0/statistics/tx_bytes")  # of this rank's end of the link
@@ -58,9 +57,7 @@ def make_ways(args, world):
         model.config = rewired(config, wiring)
         model.comm = TensorParallel(model.config, world.shares, world.groups[comm])
         model.comm.slow_link = world.slow_link
-        rows, length = (n, FILLED) if kind == "decode" else (1, n)
-        runner = generate.Runner(model, make_cache(model, rows, length + 1))
-        run = replays(runner, *pad([[1] * length] * rows, world.device))[kind]
+        run, _ = step_of(model, kind, n)
         ways[comm, wiring, kind, n] = functools.partial(measure, world, model.comm, run, STEPS[kind])
     return ways
 
