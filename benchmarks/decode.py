@@ -16,8 +16,6 @@ import sys
 import tempfile
 from functools import partial
 
-import ladder.openmp  # noqa: F401 (before torch loads)
-
 import numpy
 import torch
 

@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import ladder.openmp  # noqa: F401 (before torch loads)
-
 import torch
 
 import convert_hf_checkpoint

@@ -21,8 +21,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import ladder.openmp  # noqa: F401 (before torch loads)
-
 import torch
 
 from ladder import outputs

@@ -18,8 +18,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import ladder.openmp  # noqa: F401 (before torch loads)
-
 import torch
 
 import generate

@@ -7,8 +7,6 @@ The prompts are made of nouns and templates. A chat template, if the checkpoint 
 
 import os
 
-import ladder.openmp  # noqa: F401 (before torch loads)
-
 import torch
 
 import generate

@@ -8,8 +8,6 @@ layers below the first rewired one are not computed again. Every other window of
 losses that are printed are those of the others. Retraining (adapt.py) then takes --wiring with the printed wiring.
 """
 
-import ladder.openmp  # noqa: F401 (before torch loads)
-
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
