@@ -7,7 +7,6 @@ converted and loaded.
 """
 
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ from extras.export.to_hf import convert_to_hf
 from ladder import outputs
 from ladder.architectures.heads import Heads
 from ladder.architectures.mixture import Mixture
-from ladder.benchmarking import environment
+from ladder.benchmarking import environment, timed
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.ranks import launch
@@ -27,6 +26,7 @@ from ladder.ranks.world import World
 from model import Config, build
 
 LAYERS = 48
+WORLD = World(0, 1, torch.device("cpu"))
 
 
 def make_mixture(folder, n_experts):
@@ -39,26 +39,25 @@ def make_mixture(folder, n_experts):
 
 def measure(folder, n_experts):
     """Return the result of a case: the checkpoint in the folder, or a mixture that is made in it."""
-    seconds, source, checkpoint_folder = {}, folder, folder
+    seconds, checkpoint_folder = {}, folder
     if n_experts:
         make_mixture(folder, n_experts)
         checkpoint_folder = folder / "converted"
-        start = time.perf_counter()
-        convert_hf_checkpoint.main([str(folder), "--out", str(checkpoint_folder)])
-        seconds["convert_s"] = time.perf_counter() - start
-    start = time.perf_counter()
-    weights = checkpoint.Weights(source)
-    seconds["open_s"] = time.perf_counter() - start
+        words = [str(folder), "--out", str(checkpoint_folder)]
+        seconds["convert_s"] = timed("cpu", lambda: convert_hf_checkpoint.main(words))
+    seconds["open_s"] = timed("cpu", lambda: checkpoint.Weights(folder))
+    weights = checkpoint.Weights(folder)
     names = weights.names()[:1000]
-    start = time.perf_counter()
-    for name in names:
-        weights.read(name)
-    seconds["ms_per_read"] = 1e3 * (time.perf_counter() - start) / len(names)
-    start = time.perf_counter()
-    config = checkpoint.read_config(checkpoint_folder)
-    generate.load_model(config, checkpoint_folder, None, World(0, 1, torch.device("cpu")))
-    seconds["load_s"] = time.perf_counter() - start
-    return {"tensors": len(weights.names())} | seconds
+
+    def read():
+        for name in names:
+            weights.read(name)
+
+    def load():
+        generate.load_model(checkpoint.read_config(checkpoint_folder), checkpoint_folder, None, WORLD)
+
+    seconds["ms_per_read"] = 1e3 * timed("cpu", read) / len(names)
+    return {"tensors": len(weights.names())} | seconds | {"load_s": timed("cpu", load)}
 
 
 def main(argv=None):
@@ -72,7 +71,7 @@ def main(argv=None):
         with tempfile.TemporaryDirectory() as made:
             result = measure(Path(made if n_experts else args.checkpoint), n_experts)
         print(name, result, flush=True)
-        line = {"case": "loading", "model": name} | result | environment(World(0, 1, torch.device("cpu")))
+        line = {"case": "loading", "model": name} | result | environment(WORLD)
         outputs.append_line(args.json, line)
 
 
