@@ -115,7 +115,7 @@ def parse(argv):
     p.add_argument("--max-tokens", type=from_two, default=2000, metavar="N", help="of the text (default: 2000)")
     p.add_argument("--window", type=from_two, default=256, metavar="N", help="tokens of a window (default: 256)")
     p.add_argument("--dtype", **flags.one_of(checkpoint.DTYPES), help="default: the checkpoint's own")
-    p.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if there is a GPU, else cpu")
+    flags.add_rank_flags(p, comm=False)
     p.add_argument("--plot", metavar="FILE", help="draw the losses as a .png or .svg")
     flags.add_json_flag(p, "the results")
     g = p.add_argument_group("predicted speed")
