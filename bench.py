@@ -28,11 +28,11 @@ from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import Sampler, make_cache
-from ladder.errors import InputError
+from ladder.errors import InputError, naming
 from ladder.memory import step_bytes
 from ladder.progress import progress
 from ladder.ranks import launch
-from ladder.ranks.world import local_rank_and_size, rank_and_size
+from ladder.ranks.world import rank_and_size
 from model import rewired
 from tp import shard_plan
 
@@ -69,13 +69,6 @@ def make_cells(models, args, world):
         return cells
     from ladder.kernels import compiling
 
-    if world.tp_size > 1 and world.device.type == "cpu":  # the ranks of a machine divide the work
-        world.say(f"tp {world.tp_size}: compiling {len(cells)} cells ...")
-        local, size = local_rank_and_size(world.rank, world.tp_size)
-        for own in True, False:  # and then take from the machine's cache what the others compiled
-            for cell in [cell for i, cell in enumerate(cells.values()) if (i % size == local) == own]:
-                compiling.compile_ahead(*cell)
-            world.gather(None)  # waits for all ranks
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         compiling.warm_up(*cell, args.new_tokens, Sampler(0, device=world.device))
         world.say(f"tp {world.tp_size}: compiled {n} of {len(cells)}, {wiring} at batch {batch}")
@@ -187,7 +180,7 @@ def parse(argv):
     _, config = flags.read_config(args)
     for wiring in args.wiring:
         for tp in args.tp:
-            with flags.naming(f"--wiring {wiring} --tp {tp}"):
+            with naming(f"--wiring {wiring} --tp {tp}"):
                 shard_plan(rewired(config, wiring), 0, (1,) * tp)  # raises InputError before any rank starts
     if args.prompt_length + args.new_tokens > config.max_seq_len:
         asked = f"--prompt-length {args.prompt_length} and --new-tokens {args.new_tokens}"

@@ -78,7 +78,7 @@ def load_model(config, folder, dtype, world):
         use_on_gpu(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.shares, world.group)
-        model.comm.slow_link = world.slow_link
+        model.comm.slow_link = world.has_slow_link()
     registry.use([fast_sampling.KERNEL])
     return model
 

@@ -24,7 +24,7 @@ from ladder import outputs
 from ladder.checkpoints import checkpoint, rounding, writing
 from ladder.command_line import flags
 from ladder.decoding.batch import Sampler, make_cache
-from ladder.errors import InputError
+from ladder.errors import InputError, naming
 from ladder.kernels.quant_linear import QuantLinear, dequantize, nearest
 from ladder.memory import release_freed_memory
 from ladder.ranks import launch
@@ -45,7 +45,7 @@ def own_text(folder, config, length):
         first = torch.randint(config.vocab_size, (ROWS, 1), generator=torch.Generator().manual_seed(0)).tolist()
     runner = generate.Runner(model, make_cache(model, ROWS, length))
     generation = generate.Generation(runner, first, length - 1, Sampler(1.0))
-    with flags.naming(folder):
+    with naming(folder):
         for _ in tqdm(generation, "writing a text", length - 1, leave=False, delay=1, disable=None):
             pass
     return torch.tensor(generation.sequences)

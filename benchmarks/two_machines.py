@@ -54,7 +54,7 @@ def make_ways(args, world):
         model = copy.copy(base)
         model.config = rewired(config, wiring)
         model.comm = TensorParallel(model.config, world.shares, world.groups[comm])
-        model.comm.slow_link = world.slow_link
+        model.comm.slow_link = base.comm.slow_link
         run, _ = step_of(model, kind, n)
         ways[comm, wiring, kind, n] = functools.partial(measure, world, model.comm, run, STEPS[kind])
     return ways

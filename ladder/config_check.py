@@ -1,6 +1,5 @@
 """Whether the fields of a Config suit one another; ladder/checkpoints/checkpoint.py checks their types."""
 
-from ladder.architectures import ARCHITECTURES
 from ladder.errors import FieldError, InputError
 from ladder.kernels import quant_linear
 from ladder.layers import rope_scaling
@@ -19,16 +18,9 @@ def check(c):
         raise FieldError("{rotary_dim} is odd, or more than {head_dim}", c)
     if c.rope_scaling is not None and (error := rope_scaling.error(c)):
         raise InputError(error)
-    if c.norm not in NORMS:
-        raise InputError(f"norm {c.norm!r} is unknown; known: {', '.join(NORMS)}")
-    if c.activation not in ACTIVATIONS:
-        raise InputError(f"activation {c.activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
-    names = [each.name for each in c.architecture]
-    for name in names:
-        if name not in ARCHITECTURES:
-            raise InputError(f"architecture {name!r} is none of ladder/architectures: {', '.join(ARCHITECTURES)}")
-        if names.count(name) > 1:
-            raise InputError(f"architecture {name!r} is given {names.count(name)} times")
+    for field, known in ("norm", NORMS), ("activation", ACTIVATIONS):
+        if getattr(c, field) not in known:
+            raise InputError(f"{field} {getattr(c, field)!r} is unknown; known: {', '.join(known)}")
     for each in c.architecture:
         each.check(c)
     check_quantization(c)

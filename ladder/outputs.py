@@ -1,4 +1,4 @@
-"""Outputs that are complete or absent, even if their writer is killed: docs/reliability.md, "Killed writers"."""
+"""Outputs that are complete or absent, even if their writer is killed: docs/reliability.md."""
 
 import contextlib
 import errno

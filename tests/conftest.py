@@ -22,7 +22,7 @@ if "helpers" not in sys.modules:  # asserts of what tests share show their value
 import torch
 import torch.distributed as dist
 from configs import BASE
-from helpers import train_tokenizer, write_model
+from helpers import stop_using_kernels, train_tokenizer, write_model
 from running import stop_ranks
 
 from ladder.errors import InputError
@@ -78,7 +78,7 @@ def _signals():
 def _kernels():
     """Kernels stand in for a whole process, so that a test would see those of the models before."""
     yield
-    registry.stop_using()
+    stop_using_kernels()
     registry.said.clear()
 
 

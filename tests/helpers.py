@@ -152,6 +152,27 @@ def greedy_tokens(net, ids, count, end=None):
     return row
 
 
+def stop_using_kernels():
+    """Let no kernel stand in any longer, in this process."""
+    for function in registry.used:
+        function.kernels = ()
+    registry.used.clear()
+
+
+@contextlib.contextmanager
+def plain_only():
+    """Let no kernel stand in within this block."""
+    before = [(function, function.kernels) for function in registry.used]
+    stop_using_kernels()
+    try:
+        yield
+    finally:
+        stop_using_kernels()
+        for function, kernels in before:
+            function.kernels = kernels
+            registry.used[function] = None
+
+
 @contextlib.contextmanager
 def counted_kernels():
     """A Counter of how often each kernel stands in, by the name of its plain function, of those that are in use now."""

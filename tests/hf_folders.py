@@ -90,6 +90,11 @@ MULTIMODAL = {
 }  # fmt: skip
 
 
+def config_from_hf(path):
+    """The Config that a Hugging Face config.json, and the generation_config.json beside it, describes."""
+    return huggingface.read_config(checkpoint.read_json(path), path, huggingface.read_generation(path))[1]
+
+
 def hf_model(family, seed=0):
     """Return a tiny transformers model with random weights, norms and biases included. family: a name or its values."""
     class_name, changes = family if isinstance(family, tuple) else {**HF_FAMILIES, **FOLDED}[family]
@@ -123,7 +128,7 @@ def randomize_vectors(net):
 def config_from_values(folder, values):
     """Return our Config of a folder that gets a config.json of these values."""
     (folder / "config.json").write_text(json.dumps(values))
-    return huggingface.config_from_hf(folder / "config.json")
+    return config_from_hf(folder / "config.json")
 
 
 def convert(source, out, *args):
@@ -188,4 +193,4 @@ def check_family(theirs, folder, greedy=True):
 def check_config_as_on_the_hub(folder, ours):
     """The config.json of a Hugging Face folder means the same in the form that most of the hub's have."""
     as_on_the_hub(folder)
-    assert huggingface.config_from_hf(folder / "config.json") == ours.config
+    assert config_from_hf(folder / "config.json") == ours.config

@@ -18,10 +18,9 @@ from traceback import format_exception
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT
+from helpers import ROOT, stop_using_kernels
 from tqdm import tqdm
 
-from ladder.kernels import registry
 from ladder.ranks import gloo, launch
 from ladder.ranks.collectives import connect_auto
 from ladder.ranks.meeting import JoinedWorld
@@ -90,7 +89,7 @@ def _join(rank, port):
 
 def _call(work):
     shares, function, args = pickle.loads(work)
-    registry.stop_using()  # what another test's model let stand in
+    stop_using_kernels()  # what another test's model let stand in
     world = copy.copy(_worlds[len(shares)])
     world.shares = shares
     return pickle.dumps(function(world, *args))

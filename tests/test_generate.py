@@ -18,19 +18,30 @@ import torch
 from configs import BASE, YARN, change
 from decoding_runs import generate_json, run_generate
 from file_edits import change_tensors, edit_config, edit_state, refused
-from helpers import ROOT, counted_kernels, greedy_tokens, naive, p_value, random_model, shard, unequal_rows, write_model
+from helpers import (
+    ROOT,
+    counted_kernels,
+    greedy_tokens,
+    naive,
+    p_value,
+    random_model,
+    shard,
+    stop_using_kernels,
+    unequal_rows,
+    write_model,
+)
 from running import HANGS, call_main, command, free_port, run_ranks, script
 
 import eval
 import generate
 import tp
 from complete import complete, load
+from extras.serve.sample_rows import sample_rows
 from generate import Runner
 from ladder.checkpoints import checkpoint
 from ladder.command_line.prompts import read_prompts
 from ladder.decoding import fast_sampling
 from ladder.decoding.batch import SINGLE_DEVICE, Sampler, make_cache, round_up
-from ladder.decoding.sample_rows import sample_rows
 from ladder.errors import InputError
 from ladder.kernels import registry
 from ladder.ranks.world import World
@@ -342,6 +353,8 @@ def test_two_nodes(tiny, greedy, out):
     nodes = [subprocess.Popen([*launcher, f"--node_rank={r}", *words], stderr=subprocess.PIPE) for r in (1, 0)]
     errors = [node.communicate(timeout=HANGS)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], errors
+    met = b"all 2 ranks have met; what they compute is printed at 127.0.0.1"
+    assert [met in text for text in errors] == [True, False]
     assert json.loads(out.read_text())["tokens"] == [greedy("ladder")[0]]
 
 
@@ -398,7 +411,7 @@ def samplers_of(n):
 
 def sampled_together(world, logits, kernel=True):
     """What Samplers choose together in some steps, given this rank's part of the logits; how often they gathered."""
-    registry.stop_using()
+    stop_using_kernels()
     if kernel:
         registry.use([fast_sampling.KERNEL])
     config = dataclasses.replace(BASE, vocab_size=logits.shape[-1])
@@ -433,7 +446,7 @@ def test_rows_that_are_sampled_together_gather_once():
 
 def chosen(world, logits, gathers=True, kernel=True):
     """What each way of WAYS chooses, given this rank's part of the logits, by the kernel or by sample as written."""
-    registry.stop_using()
+    stop_using_kernels()
     if kernel:
         registry.use([fast_sampling.KERNEL])
     assert fast_sampling.is_in_use() == kernel

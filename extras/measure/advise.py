@@ -21,7 +21,7 @@ from ladder.architectures.mixture import Mixture
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
-from ladder.errors import InputError
+from ladder.errors import InputError, naming
 from ladder.lanes.lanes import LaneWiring, lanes_of_rank
 from ladder.memory import cache_bytes, shard_on_meta, share_read, slices_bytes
 from ladder.ranks import eight_bits, launch
@@ -272,7 +272,7 @@ def choose_machine(args):
 def main(argv=None):
     args = parse(argv)
     (name, own), dtype = flags.read_config(args), flags.read_dtype(args)
-    with flags.naming("--wirings" if args.wirings else "--tp"):
+    with naming("--wirings" if args.wirings else "--tp"):
         configs = distinct_configs(own, args.wirings or variants(own), args.tp)
     context, machine = min(FILLED_SLOTS, own.max_seq_len), choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"

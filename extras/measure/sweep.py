@@ -23,10 +23,9 @@ from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import make_cache, pad
-from ladder.errors import InputError
+from ladder.errors import InputError, naming
 from ladder.progress import progress
 from ladder.ranks import launch
-from ladder.ranks.group import message_bytes
 from model import Config, rewired
 
 # On two ranks each sublayer reads 26 MB, which takes a core with 12 GB/s about 2 ms.
@@ -61,7 +60,7 @@ def parse(argv):
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
     for wiring in args.wiring:
-        with flags.naming("--wiring"):
+        with naming("--wiring"):
             rewired(args.config, wiring)  # raises InputError
     if args.profile and Path(args.profile).is_file():
         raise InputError(f"--profile {args.profile} is a file: give a folder")
@@ -96,7 +95,7 @@ def measure(args, world):
             "batch": batch, "tokens": args.prompt_length, "dtype": checkpoint.dtype_name(case.partial.dtype), **made,
             "link": one._asdict() | ({"name": args.label} if args.label else {}), "wiring": name,
             **reports[one, name, batch], "comm": args.comm,
-            "all_reduce_bytes": message_bytes(world.group, case.partial),
+            "all_reduce_bytes": link.message_bytes(world.group, case.partial),
         })  # fmt: skip
         if args.profile is not None:
             world.group.set_link(one)

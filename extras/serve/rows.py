@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from extras.serve.sample_rows import sample_rows
 from ladder.decoding.batch import Sampler, last_tokens
-from ladder.decoding.sample_rows import sample_rows
 from ladder.progress import progress
 from model import has_slots
 

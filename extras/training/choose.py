@@ -21,7 +21,7 @@ from ladder.checkpoints import checkpoint, writing
 from ladder.command_line import flags
 from ladder.command_line.flags import count, number
 from ladder.decoding.batch import pad
-from ladder.errors import InputError
+from ladder.errors import InputError, naming
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.ranks import launch
 from ladder.text.tokenizer import load_tokenizer
@@ -139,7 +139,7 @@ def speeds(own, wirings, dtype, args):
 def read(args):
     """Return (the model's Config, rows of token ids to choose by, rows to report). Raises InputError."""
     config = writing.read_original(args.checkpoint)
-    with flags.naming("--wiring"):
+    with naming("--wiring"):
         chosen = rewired(config, args.wiring)
         wired = chosen.named_wiring
         if (

@@ -39,7 +39,8 @@ class Architecture:
     is_fallback = False
     # Whether a row's cache can forget its last tokens, as drafts and a server's reuse of prompts need.
     rewindable = True
-    # Matrices that are never quantized: they are small, but their errors would not be, or their floats are needed.
+    # Linears that are never quantized: they are small, but their errors would not be, or their floats are needed.
+    # Modules of your own with a forward of their own stay floats in any case.
     not_quantized = ()
     # Whether attention needs a mask where a Llama's knows by itself that each token attends to all up to itself.
     needs_mask = False
@@ -54,6 +55,9 @@ class Architecture:
         return self
 
     # ---- What model.py asks; None: as in a Llama ----
+    #
+    # Where two architectures of a model answer a question, the first one in Config.architecture counts: refuse in
+    # `check` what cannot be together, as Latent does.
 
     def attention(self, config, layer):
         """Return the attention of a layer: a module that answers what model.Attention does.
@@ -86,7 +90,11 @@ class Architecture:
         """Return how many rows of wqkv a query head has, or None: head_dim."""
 
     def plan_of_heads(self, config, columns):
-        """Return {parameter: (dimension, ranges)} of what is cut as the heads are. columns: those of wo."""
+        """Return {parameter: (dimension, ranges)} of what is cut as the heads are. columns: those of wo.
+
+        parameter: its path in the attention, without ".weight": "sinks" or "q_norm". Ranges may overlap those of other
+        ranks, as where these share a KV head.
+        """
         return {}
 
     def mlps(self, config):
@@ -120,16 +128,22 @@ class Architecture:
     # ---- Hugging Face folders ----
 
     hf_keys = {}  # {a setting: the key of config.json that it comes from}, for messages
-    hf_names = {}  # {a part of our tensors' names: Hugging Face's}
+    hf_names = {}  # {a module of our tensors' names: Hugging Face's}; the last part of a name stays
 
     @classmethod
     def from_hf(cls, hf):
         """Return ({setting: value}, {further field of Config: value}) of a model, or None if it has no such difference.
 
-        hf: as ladder.sources.huggingface.read_hf returns it. Raises InputError. A family that has the difference in
-        any case, with no or the same settings, says so in its entry of FAMILIES (ladder/sources/families.py).
+        hf: as ladder.sources.huggingface.read_hf returns it. Raises InputError. This is asked of all families: go by a
+        key that only those with the difference have. A family that has it in any case, with no or the same settings,
+        says so in its entry of FAMILIES (ladder/sources/families.py).
         """
 
     def hf_weights(self, source, config, hf):
-        """Return the Tensors (ladder/sources/matrices.py) of a source, in the form of a Llama's or in our order."""
+        """Return the Tensors (ladder/sources/matrices.py) of a source, in the form of a Llama's or in our order.
+
+        Mostly a subclass of Renamed, whose join(name, tensor) changes some. All names begin with "model." or
+        "lm_head."; norms have the family's names, fused projections are not split yet, and rotary embeddings of
+        neighbours turn q_proj and k_proj afterwards. `multiply` scales integers, too.
+        """
         return source

@@ -260,6 +260,9 @@ class Weights:
         Nothing else is read. About 16 MB, or one expert, are copied at a time, so that little memory is needed besides
         target.
         """
+        if target.dim() == 0:
+            target.copy_(self.read(name))
+            return
         start, step = 0, max(1, 2**24 // self.read(name)[:1].nbytes)
         for a, b in ranges or [(0, target.shape[dim])]:
             part = target.narrow(dim, start, b - a)

@@ -79,14 +79,10 @@ class Sampler:
         self.min_p = min_p
         self.device = device
         self.generator = generator(seed % 2**64, device)
-        self.generators = [self.generator]  # one for all rows, or one for each
         self.n_candidates = 0 if top_k is None else top_k + 1  # at least so many, to see what top_k excludes
         # samplers with an equal key share CUDA graphs; None: sampling is not captured
         self.graph_key = "greedy" if self.greedy else None if self.filters else self
 
     def random(self, fill, *shape):
-        """Return random numbers by a method such as torch.Tensor.uniform_, each row's by its own generator."""
-        result = torch.empty(shape, device=self.generator.device)
-        for rows, own in zip(result.chunk(len(self.generators)), self.generators, strict=True):
-            fill(rows, generator=own)
-        return result
+        """Return random numbers by a method such as torch.Tensor.uniform_."""
+        return fill(torch.empty(shape, device=self.generator.device), generator=self.generator)

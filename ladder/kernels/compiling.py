@@ -1,14 +1,12 @@
 """What --compile takes besides torch.compile: a compiler, and on a GPU kernels for a decode step."""
 
 import contextlib
-import copy
 import gc
-import math
 import time
 
 import torch
 
-from ladder.decoding.batch import Sampler, pad
+from ladder.decoding.batch import pad
 from ladder.errors import InputError
 from ladder.kernels import compilers, registry
 from ladder.kernels.cpu import loading
@@ -97,30 +95,6 @@ def _compiling():
 
 
 @torch.inference_mode()
-def compile_ahead(runner, prompts):
-    """Compile a CPU's decode step, also into the cache of this machine, without running it.
-
-    So ranks whose shards are alike can compile several runners at the same time: warm_up then finds all of them.
-    """
-    from torch._inductor.compile_fx import compile_fx
-
-    def backend(graph, inputs):
-        compiled = compile_fx(graph, inputs, config_patches=CPU_OPTIONS)
-
-        def run(*inputs):
-            if ahead:
-                raise InterruptedError
-            return compiled(*inputs)
-
-        return run
-
-    ahead, runner.decode_model = True, torch.compile(runner.model, fullgraph=True, dynamic=False, backend=backend)
-    with _compiling(), contextlib.suppress(InterruptedError):
-        runner.step([[*prompt, 0] for prompt in prompts], None, Sampler(0))
-    ahead = False
-
-
-@torch.inference_mode()
 def warm_up(runner, prompts, max_new_tokens, sampler):
     """Compile, or on a GPU capture, a prefill and the passes that follow it; returns the seconds.
 
@@ -148,31 +122,9 @@ def warm_up(runner, prompts, max_new_tokens, sampler):
 
 
 def warm_up_aloud(runner, job):
-    """Do what warm_up does for a Job, and say about how long it will take and, at the end, what it gains."""
-    say, layers, model = job.world.say, job.config.n_layers, runner.model
-    on_cpu = runner.device.type == "cpu"
-    if not runner.compiles:  # a GPU captures its eager step, which takes no compiler
-        return warm_up(runner, job.prompts, job.max_new_tokens, job.sampler)
-    about = f", about {5 + 1.3 * layers:.0f} s of a core and less if it was compiled before" * on_cpu
-    say(f"compiling {layers} layers{about} ...")
-    seconds = warm_up(runner, job.prompts, job.max_new_tokens, job.sampler)
-    text = f"compiled in {seconds:.1f} s"
-    if on_cpu and not runner.draft and runner.compiles:
-        before, after = (1e3 * time_step(runner, job.prompts, way) for way in (model, runner.decode_model))
-        tokens = math.ceil(1e3 * seconds / max(before - after, 1e-3))
-        gain = f"that pays off after {tokens:,} tokens" if after < before else "no gain"
-        text += f"; a token takes {after:.1f} ms instead of {before:.1f}: {gain}"
-    say(text)
-    return seconds
-
-
-@torch.inference_mode()
-def time_step(runner, prompts, decode_model):
-    """Return the seconds that a greedy decode step after the prompts takes with this model, the least of three."""
-    runner, times = copy.copy(runner), []
-    runner.decode_model = decode_model
-    for _ in range(3):
-        start = time.perf_counter()
-        runner.step([[*prompt, 0] for prompt in prompts], None, Sampler(0))
-        times.append(time.perf_counter() - start)
-    return min(times)
+    """Do what warm_up does for a Job, and say about how long compiling will take."""
+    if runner.compiles:  # else a GPU captures its eager step, which takes no compiler
+        layers, on_cpu = job.config.n_layers, runner.device.type == "cpu"
+        about = f", about {5 + 1.3 * layers:.0f} s of a core and less if it was compiled before" * on_cpu
+        job.world.say(f"compiling {layers} layers{about} ...")
+    return warm_up(runner, job.prompts, job.max_new_tokens, job.sampler)

@@ -15,11 +15,8 @@ KERNELS = {  # {set: its Kernels}
     "skinny_gemm": [PACKED],
     "cuda": [PACKED, *integers.KERNELS],
 }
-PACKERS = {  # {(quant, set): function that packs those of a list of QuantLinears that fit}
-    ("int8", "skinny_gemm"): skinny_gemm.pack_all,
-    ("int4", "skinny_gemm"): skinny_gemm.pack_all,
-    ("int4", "cuda"): integers.pack_int4,
-}
+# {set: function that packs those of a list of QuantLinears that fit}
+PACKERS = {"skinny_gemm": skinny_gemm.pack_all, "cuda": integers.pack_int4}
 
 
 def use_on_gpu(model):
@@ -34,12 +31,9 @@ def use_on_gpu(model):
 
 
 def pack(model, kernel_set):
-    """Pack the QuantLinears of a model in bfloat16 for the kernels of a set, where there are any."""
-    linears = [module for module in model.modules() if type(module) is QuantLinear]
-    for quant in ("int8", "int4"):
-        own = [linear for linear in linears if linear.quant == quant]
-        if own and (quant, kernel_set) in PACKERS and model.dtype == torch.bfloat16:
-            PACKERS[quant, kernel_set](own)
+    """Pack the QuantLinears of a model for the kernels of a set, which are for bfloat16."""
+    if model.dtype == torch.bfloat16:
+        PACKERS[kernel_set]([module for module in model.modules() if type(module) is QuantLinear])
     table, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
     if model.config.tie_embeddings and isinstance(table, QuantLinear) and head.layout:
         # past nn.Module, to which neither is a part of the other: whoever reads one reads, or changes, both

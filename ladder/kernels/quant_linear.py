@@ -211,11 +211,16 @@ def add_bias(y, linear):
 def multiply_floats(x, linear):
     """Turn the integers into floats and multiply by those, on any device and in any dtype."""
     stored = linear.stored()
+    y = torch.cat([F.linear(x, floats(stored, rows, x.dtype)) for rows in pieces(linear, x)], dim=-1)
+    return add_bias(y, linear)
+
+
+def pieces(linear, x):
+    """Return slices of the rows of W that become floats at a time."""
     N, K = max(1, linear.out_features), linear.in_features  # a rank may have no rows of the output head
     # the compiler makes one loop of it anyway; on a GPU each piece would take two more launches
     step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, DEQUANTIZED_AT_ONCE // K)
-    y = torch.cat([F.linear(x, floats(stored, slice(i, i + step), x.dtype)) for i in range(0, N, step)], dim=-1)
-    return add_bias(y, linear)
+    return [slice(i, i + step) for i in range(0, N, step)]
 
 
 def to_fp8(x):
@@ -235,11 +240,9 @@ def multiply_fp8(x, linear):
     weight, scales, _ = linear.stored()
     if weight.dtype != torch.float8_e4m3fn:
         return multiply_floats(x, linear)
-    N, K = max(1, linear.out_features), linear.in_features
-    step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, DEQUANTIZED_AT_ONCE // K)
     q, scales_of_x = to_fp8(x)
-    rows = [F.linear(q.float(), weight[i : i + step].float()) for i in range(0, N, step)]
-    return add_bias((torch.cat(rows, dim=-1) * scales_of_x * scales[:, 0].float()).type_as(x), linear)
+    products = [F.linear(q.float(), weight[rows].float()) for rows in pieces(linear, x)]
+    return add_bias((torch.cat(products, dim=-1) * scales_of_x * scales[:, 0].float()).type_as(x), linear)
 
 
 # ---- Kernels that stand in for QuantLinear.forward -------------------------------------------------------------------
@@ -250,17 +253,23 @@ def multiply_packed(linear, x):
     return linear.layout and linear.layout.multiply(x, linear)
 
 
+def matrix_by_rows(linear, dtype):
+    """Return (weight, scales) of a QuantLinear that has a matrix of this dtype with a scale for each row, or None."""
+    parameters = linear._parameters
+    weight = parameters.get("weight")
+    if type(linear) is not QuantLinear or weight is None or weight.dtype != dtype or weight.dim() != 2:
+        return None
+    return (weight, parameters["scales"]) if len(weight) and parameters.get("zeros") is None else None
+
+
 def multiply_int8(linear, x):
     """Multiply up to INT8_KERNEL_ROWS rows in bfloat16 by PyTorch's kernel for CPUs."""
-    parameters, K = linear._parameters, linear.in_features
-    weight, scales = parameters.get("weight"), parameters.get("scales")
-    known = type(linear) is QuantLinear and weight is not None and weight.dtype == torch.int8 and weight.dim() == 2
-    known = known and parameters.get("zeros") is None
-    if not known or x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.numel() > INT8_KERNEL_ROWS * K:
+    K, stored = linear.in_features, matrix_by_rows(linear, torch.int8)
+    if stored is None or x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.numel() > INT8_KERNEL_ROWS * K:
         return None
-    if K % 16 or not linear.out_features:  # PyTorch's kernel (2.13) would read out of bounds
+    if K % 16:  # PyTorch's kernel (2.13) would read out of bounds
         return None
-    y = torch._weight_int8pack_mm(x.reshape(-1, K), weight, scales[:, 0])
+    y = torch._weight_int8pack_mm(x.reshape(-1, K), stored[0], stored[1][:, 0])
     return add_bias(y.view(*x.shape[:-1], -1).type_as(x), linear)
 
 
@@ -286,9 +295,10 @@ def eight_bits(config):
 
 
 def replace_matrices(model):
-    """Replace the linears and embeddings of a Transformer by integer ones.
+    """Replace the linears, the embeddings and the matrices of experts of a Transformer by integer ones.
 
-    Those that config.not_quantized or an Architecture names stay floats, such as the matrices that choose experts.
+    Those that config.not_quantized or an Architecture names stay floats, such as the matrices that choose experts, and
+    so does any other module, also a linear with a forward of its own: an integer one would not compute the same.
     """
     config, listed = model.config, eight_bits(model.config)
     unknown = {name for name in listed if "." in name}
@@ -298,7 +308,10 @@ def replace_matrices(model):
         name = path.rpartition(".")[2]
         table = "tok_embeddings" if name == "output" and config.tie_embeddings else name
         weight = getattr(module, "weight", None)
-        if weight is None or weight.dim() == 1 or table in kept:
+        if weight is None or table in kept:
+            return None
+        forward = type(module).forward.__qualname__  # a subclass may inherit it
+        if forward not in ("Linear.forward", "Embedding.forward") and weight.dim() < 3:  # 3: the matrices of experts
             return None
         kind = QuantEmbedding if type(module) is nn.Embedding else QuantLinear
         quant, group_size = config.quant, config.group_size

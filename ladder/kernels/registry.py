@@ -241,14 +241,13 @@ def use(kernels):
     """Let Kernels stand in, in this process, where the source is what they were made for; say where it is not."""
     if is_off():
         return
-    digests = json.loads(DIGESTS.read_text())
     off_for = {}  # {a function that was changed: the Kernels that are off for it}
     for kernel in kernels:
         function = pkgutil.resolve_name(kernel.name)
         if any(ready.kernel == kernel for ready in getattr(function, "kernels", ())):
             continue
         calls = functions_of(kernel)
-        changed = changed_functions(calls, digests)
+        changed = changed_functions(calls)
         for name in changed:
             off_for.setdefault(name, []).append(kernel)
         if not changed and hasattr(function, "kernels"):
@@ -260,8 +259,9 @@ def use(kernels):
         say_once(f"{name} was changed: it runs as written, without the kernels of {names} ({gains})", key=name)
 
 
-def changed_functions(calls, digests):
-    """Return the names of the Calls whose source has another digest."""
+def changed_functions(calls):
+    """Return the names of the Calls whose source is not what the kernels were made for."""
+    digests = json.loads(DIGESTS.read_text())
     return [call.name for call in calls if call.is_ours and digests.get(call.name) != digest(call.function)]
 
 
@@ -284,7 +284,7 @@ def is_edited(kernel):
     if ready is None or has_replaced(ready):
         calls = functions_of(kernel)
         ready = make_ready(kernel, calls)
-        edited = bool(changed_functions(calls, json.loads(DIGESTS.read_text())))
+        edited = bool(changed_functions(calls))
         watched[kernel.name] = ready, edited
     return edited
 
@@ -348,27 +348,6 @@ def has_hooks(model):
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def stop_using():
-    """Let no kernel stand in any longer, in this process."""
-    for function in used:
-        function.kernels = ()
-    used.clear()
-
-
-@contextlib.contextmanager
-def plain_only():
-    """Let no kernel stand in within this block."""
-    before = [(function, function.kernels) for function in used]
-    stop_using()
-    try:
-        yield
-    finally:
-        stop_using()
-        for function, kernels in before:
-            function.kernels = kernels
-            used[function] = None
-
-
 # ---- What a plain function calls, and its digest ---------------------------------------------------------------------
 
 
@@ -414,16 +393,10 @@ def _add_calls_in(calls, tree, scope, owner):
             if parents and callable_in_project(vars(parents[0])[node.attr]):
                 _add_call(calls, parents[0], node.attr)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if (
-                node.value.id == "self"
-                and inspect.isclass(owner)
-                and callable_in_project(inspect.getattr_static(owner, node.attr, None))
-            ):
-                _add_call(calls, owner, node.attr)
-            elif getattr(scope, node.value.id, None) is torch.nn.functional:
-                _add_call(calls, torch.nn.functional, node.attr)
-            elif callable_in_project(getattr(getattr(scope, node.value.id, None), node.attr, None)):
-                _add_call(calls, getattr(scope, node.value.id), node.attr)
+            namespace = owner if node.value.id == "self" else getattr(scope, node.value.id, None)
+            is_own = callable_in_project(inspect.getattr_static(namespace, node.attr, None))
+            if is_own or namespace is torch.nn.functional:
+                _add_call(calls, namespace, node.attr)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in vars(scope):
             value = vars(scope)[node.id]
             if callable_in_project(value) or isinstance(value, int | float | str | tuple):

@@ -4,6 +4,8 @@ Once the ranks have met, each calls PROCESS_GROUPS[NAME](world). It returns the 
 tp.TensorParallel sums, or raises InputError on all ranks alike.
 """
 
+import importlib
+
 from ladder.errors import InputError, did_you_mean
 
 
@@ -22,30 +24,14 @@ def connect_library(world):
     return world.group
 
 
-def connect_shared_memory(world):
-    """Sum in memory that the CPU ranks of one machine share."""
-    from ladder.ranks import shared_memory
-
-    return shared_memory.connect(world)
-
-
-def connect_one_shot(world):
-    """Sum by kernels that read the peer GPUs' memory, which no GPU has run."""
-    from ladder.ranks import one_shot
-
-    return one_shot.connect(world)
-
-
-def connect_int8(world):
-    """Sum by gloo or NCCL partials that travel in 8 bits, which rounds them."""
-    from ladder.ranks import eight_bits
-
-    return eight_bits.connect(world)
+def connect_of(module):
+    """Return the connect() of a module of this folder, which is imported once it is called."""
+    return lambda world: importlib.import_module(f"ladder.ranks.{module}").connect(world)
 
 
 PROCESS_GROUPS = {
-    "auto": connect_auto, "library": connect_library, "shared-memory": connect_shared_memory,
-    "one-shot": connect_one_shot, "int8": connect_int8,
+    "auto": connect_auto, "library": connect_library, "shared-memory": connect_of("shared_memory"),
+    "one-shot": connect_of("one_shot"), "int8": connect_of("eight_bits"),
 }  # fmt: skip
 
 

@@ -13,12 +13,6 @@ def new_name(kind):
     return f"{kind}-{next(_name_counter)}"
 
 
-def message_bytes(group, tensor):
-    """Return as how many bytes an all-reduce of this tensor travels; a group that rounds says it."""
-    own = getattr(group, "message_bytes", None)
-    return own(tensor) if own else tensor.nbytes
-
-
 class Group(dist.ProcessGroup):
     """A process group in Python around another one, `inner`, of the same ranks."""
 

@@ -32,6 +32,9 @@ class JoinedWorld(World):
     def contents(self, folder):
         return folder and digest(folder)
 
+    def has_slow_link(self):
+        return self.device.type == "cpu" and len({*self.nodes}) > 1 and sums_slowly(self)
+
     def agree(self, values, **folders):
         values |= {f"contents of --{flag}": self.contents(folder) for flag, folder in folders.items()}
         dicts = self.gather({name: str(value) for name, value in values.items()})
@@ -78,8 +81,9 @@ def meet(device, flags):
     world.devices = world.gather(visible[world.device.index] if world.device.type == "cuda" else f"CPU of {rank}")
     make_group(world, flags)
     world.group = connect(world)
-    if world.device.type == "cpu" and len({*world.nodes}) > 1:
-        world.slow_link = sums_slowly(world)
+    if rank > 0 and world.nodes.index(world.nodes[rank]) == rank:  # the first one of another machine
+        there = os.environ.get("MASTER_ADDR", "rank 0's machine")
+        print(f"all {tp_size} ranks have met; what they compute is printed at {there}", file=sys.stderr, flush=True)
     progress.at("preparation", timed=False)
     return world
 

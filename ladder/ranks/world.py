@@ -59,7 +59,6 @@ class World:
     """
 
     alone = True  # whether this process has no peers
-    slow_link = False  # whether sums take long enough that shorter parts of a prompt overlap with them
     dist_group = None  # the group to pass to torch.distributed's own functions; None is its default group
 
     def __init__(self, rank, tp_size, device, group=None, shares=None):
@@ -77,6 +76,10 @@ class World:
     def gather(self, value):
         """Return the values of all ranks, in the order of ranks. A value is what JSON holds; tuples become lists."""
         return [value]
+
+    def has_slow_link(self):
+        """Return whether sums take so long that even short parts of a prompt are worth overlapping: the same on all."""
+        return False
 
     def say(self, text):
         """Print a line on stderr, on rank 0."""

@@ -44,8 +44,8 @@ class Family(NamedTuple):
 
     keys: dict
     values: dict = {}  # fields of our Config, or settings of an architecture, that the family has in any case
-    norms: dict = {}  # {the family's name of a norm: GLM's name}
-    only: dict = {}  # {a further key that transformers reads: the one value of it that is computed here}
+    norms: dict = {}  # {the family's name of a norm: Llama's name or, where a sum is normed, too, GLM's}
+    only: dict = {}  # {a key that transformers reads: the one value of it that is computed here}
     two_bases: bool = False  # whether layers with a window have another rope_theta
     scaled_context: bool = False  # whether max_position_embeddings counts the context that rope_scaling extends
     needs_layer_types: bool = False  # whether transformers' defaults contradict one another where these are absent

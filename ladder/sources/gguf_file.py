@@ -22,6 +22,7 @@ from ladder.sources.quantized_formats import Affine, QuantizedWeights, errors_of
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # types of values
 STRING, ARRAY = 8, 9
+ROWS = 4096  # of W that are dequantized at a time
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEYS = {  # config.json's, as far as a family has them: GGUF's
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
@@ -130,16 +131,14 @@ class File:
         return self.take(f"{self.take('Q')[0]}s")[0].decode(errors="replace")
 
     def value(self, kind):
+        return self.several(*self.take("IQ")) if kind == ARRAY else self.several(kind, 1)[0]
+
+    def several(self, kind, count):
         if kind == STRING:
-            return self.text()
-        if kind in NUMBERS:
-            return self.take(NUMBERS[kind])[0]
-        if kind != ARRAY:
-            raise InputError(f"a value of type {kind} is not read")
-        kind, count = self.take("IQ")
-        if kind != STRING and kind not in NUMBERS:
-            raise InputError(f"a list of values of type {kind} is not read")
-        return [self.text() for _ in range(count)] if kind == STRING else [*self.take(f"{count}{NUMBERS[kind]}")]
+            return [self.text() for _ in range(count)]
+        if kind not in NUMBERS:
+            raise InputError(f"values of type {kind} are not read")
+        return [*self.take(f"{count}{NUMBERS[kind]}")]
 
 
 class Blocks(Affine):
@@ -151,116 +150,80 @@ class Blocks(Affine):
         self.data = data
         self.width = width
         if kind in FORMATS and len(shape) > 1:
-            bits, group, *_ = FORMATS[kind]
-            self.form = integer_form(bits, shape[-1], shape[-1] // group)
+            known = FORMATS[kind]
+            self.form = integer_form(known.bits, shape[-1], shape[-1] // known.group)
 
     def floats(self):
-        """Return what the package gguf makes of the bytes."""
-        import gguf
-
         if self.kind in FLOATS:
             return torch.from_numpy(self.data.copy()).view(FLOATS[self.kind]).view(self.shape)
-        try:
-            return torch.from_numpy(gguf.dequantize(self.data, gguf.GGMLQuantizationType[self.kind])).view(self.shape)
-        except NotImplementedError:
-            raise InputError(f"type {self.kind} is not read") from None
+        return self.dequantized({}, lambda w: w)
 
-    def blocks(self, start, stop=None):
-        """Return bytes start to stop of each block, (..., N, blocks, stop - start)."""
-        return torch.from_numpy(self.data.reshape(*self.data.shape[:-1], -1, self.width)[..., start:stop].copy())
+    def dequantized(self, changes, keep):
+        """Return keep(W), where W is what the package gguf makes of the blocks with changes. W takes 4 bytes a number.
 
-    def half(self, start):
-        return self.blocks(start, start + 2).view(torch.float16).float()  # (..., N, blocks, 1)
-
-    def six_bits(self, i):
-        """Return the 8 scales (i = 0) or minima (1) of Q4_K and Q5_K; the last four share bytes with the first."""
-        data = self.blocks(4, 16)
-        first, last = data[..., 4 * i : 4 * i + 4], data[..., 8:] >> 4 * i & 15
-        return torch.cat((first & 63, last | first >> 6 << 4), dim=-1)
-
-    def nibbles(self, start, stop, width):
-        """Return the integers (..., N, blocks, columns) of bytes start to stop, two in a byte.
-
-        Of each 2 * width columns, the first half is in the lower halves of `width` bytes.
+        changes: {first byte of each block: what stands there instead}. keep: a function from rows of W to what is kept.
         """
-        data = self.blocks(start, stop).unflatten(-1, (-1, width))
-        return torch.stack((data & 15, data >> 4), dim=-2).flatten(-3)
+        import gguf
 
-    def fields(self, start, stop, bits, width):
-        """Return fields of so many bits of bytes start to stop: of each `width` bytes first all the lowest fields."""
-        data = self.blocks(start, stop).unflatten(-1, (-1, width))
-        return torch.stack([data >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-2).flatten(-3)
+        kind, pieces = gguf.GGMLQuantizationType[self.kind], []
+        rows = self.data.reshape(-1, self.data.shape[-1])
+        for piece in np.array_split(rows, len(rows) // ROWS + 1):
+            blocks = piece.reshape(-1, self.width).copy()
+            for start, replacement in changes.items():
+                blocks[:, start : start + len(replacement)] = np.frombuffer(replacement, np.uint8)
+            try:
+                with np.errstate(all="ignore"):  # what is not finite is refused later
+                    w = gguf.dequantize(blocks.reshape(piece.shape), kind)
+            except NotImplementedError:
+                raise InputError(f"type {self.kind} is not read") from None
+            pieces.append(keep(torch.from_numpy(w)))
+        return torch.cat(pieces).view(*self.shape[:-1], -1)
 
-    def single_bits(self, start):
-        """Return 32 bits from byte start on, one for each column, (..., N, blocks, 32)."""
-        data = self.blocks(start, start + 4)
-        return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
-
-    def signed_scales(self, low, high):
-        """Return scales from -32 to 31, whose lower four bits and two upper bits are in the `fields` low and high."""
-        return (self.fields(*low) | self.fields(*high) << 4).to(torch.int8) - 32
+    def of_groups(self, changes):
+        """Return what `dequantized` does, of each group its first number."""
+        group = FORMATS[self.kind].group
+        return self.dequantized(changes, lambda w: w[:, ::group].contiguous())
 
     def q(self):
-        _, _, numbers, _, _ = FORMATS[self.kind]
-        return numbers(self).to(torch.int8).flatten(-2)
+        known = FORMATS[self.kind]
+        return self.dequantized(known.scales_of_1, lambda w: (w + known.offset).to(torch.int8))
 
     def scales(self):
-        *_, scales, _ = FORMATS[self.kind]
-        return scales(self).flatten(-2)
+        return self.of_groups(FORMATS[self.kind].ones)
 
     def zeros(self):
-        *_, zeros = FORMATS[self.kind]
-        return zeros(self).flatten(-2) if zeros else torch.zeros_like(self.scales())
+        changes = FORMATS[self.kind].nothing
+        return self.of_groups(changes) if changes else torch.zeros_like(self.scales())
 
 
-def table(values, indices):
-    """Return the values at these indices, 0 to 15, as int8."""
-    return torch.tensor(values, dtype=torch.int8)[indices.long()]
+class Format(NamedTuple):
+    """How W = scales q + zeros is found by what gguf makes of changed blocks. The changes are {first byte: bytes}."""
+
+    bits: int  # of q
+    group: int  # columns of a group
+    scales_of_1: dict  # with which all scales are 1 and all minima 0, so that W is q - offset
+    ones: dict  # with which all q - offset are 1 and all minima 0, so that W is the scales
+    nothing: dict | None = None  # with which all q are 0, so that W is the zeros; None: these are 0
+    offset: int = 0
 
 
-IQ4 = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113  # the numbers of IQ4_NL and IQ4_XS
-TWICE_FP4 = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12  # twice the numbers of MXFP4
-FORMATS = {  # {type: (bits, columns of a group, integers, scales, zeros or None) of Blocks}
-    "Q4_0": (4, 32, lambda t: t.nibbles(2, None, 16), lambda t: t.half(0), lambda t: -8 * t.half(0)),
-    "Q4_1": (4, 32, lambda t: t.nibbles(4, None, 16), lambda t: t.half(0), lambda t: t.half(2)),
-    "Q4_K": (
-        4, 32, lambda t: t.nibbles(16, None, 32),
-        lambda t: t.half(0) * t.six_bits(0), lambda t: -t.half(2) * t.six_bits(1),
-    ),
-    "Q8_0": (8, 32, lambda t: t.blocks(2).view(torch.int8), lambda t: t.half(0), None),
-    "Q5_0": (
-        8, 32, lambda t: (t.nibbles(6, None, 16) | t.single_bits(2) << 4).view(torch.int8) - 16,
-        lambda t: t.half(0), None,
-    ),
-    "Q5_1": (
-        8, 32, lambda t: t.nibbles(8, None, 16) | t.single_bits(4) << 4, lambda t: t.half(0), lambda t: t.half(2),
-    ),
-    "Q5_K": (
-        8, 32, lambda t: t.nibbles(48, None, 32) | t.fields(16, 48, 1, 32) << 4,
-        lambda t: t.half(0) * t.six_bits(0), lambda t: -t.half(2) * t.six_bits(1),
-    ),
-    "Q6_K": (
-        8, 16, lambda t: (t.nibbles(0, 128, 64) | t.fields(128, 192, 2, 32) << 4).view(torch.int8) - 32,
-        lambda t: t.half(208) * t.blocks(192, 208).view(torch.int8), None,
-    ),
-    "Q2_K": (
-        8, 16, lambda t: t.fields(16, 80, 2, 32),
-        lambda t: t.half(80) * (t.blocks(0, 16) & 15), lambda t: -t.half(82) * (t.blocks(0, 16) >> 4),
-    ),
-    "Q3_K": (
-        8, 16, lambda t: (t.fields(32, 96, 2, 32) | t.fields(0, 32, 1, 32) << 2).view(torch.int8) - 4,
-        lambda t: t.half(108) * t.signed_scales((96, 104, 4, 8), (104, 108, 2, 4)), None,
-    ),
-    "IQ4_NL": (8, 32, lambda t: table(IQ4, t.nibbles(2, None, 16)), lambda t: t.half(0), None),
-    "IQ4_XS": (
-        8, 32, lambda t: table(IQ4, t.nibbles(8, None, 16)),
-        lambda t: t.half(0) * t.signed_scales((4, 8, 4, 1), (2, 4, 2, 1)), None,
-    ),
-    "MXFP4": (
-        8, 32, lambda t: table(TWICE_FP4, t.nibbles(1, None, 16)),
-        lambda t: torch.exp2(t.blocks(0, 1).float() - 128), None,
-    ),
-}  # fmt: skip
+ONE, NIL = np.float16(1).tobytes(), bytes(2)
+SIX_BITS = b"\1" * 4 + bytes(4) + b"\1" * 4  # 8 scales of 1 and 8 minima of 0
+FORMATS = {
+    "Q4_0": Format(4, 32, {0: ONE}, {2: b"\x99" * 16}, {2: bytes(16)}, offset=8),
+    "Q4_1": Format(4, 32, {0: ONE + NIL}, {2: NIL + b"\x11" * 16}, {4: bytes(16)}),
+    "Q4_K": Format(4, 32, {0: ONE + NIL + SIX_BITS}, {2: NIL, 16: b"\x11" * 128}, {16: bytes(128)}),
+    "Q8_0": Format(8, 32, {0: ONE}, {2: b"\1" * 32}),
+    "Q5_0": Format(8, 32, {0: ONE}, {2: b"\xff" * 4 + b"\x11" * 16}),
+    "Q5_1": Format(8, 32, {0: ONE + NIL}, {2: NIL + bytes(4) + b"\x11" * 16}, {4: bytes(20)}),
+    "Q5_K": Format(8, 32, {0: ONE + NIL + SIX_BITS}, {2: NIL, 16: bytes(32) + b"\x11" * 128}, {16: bytes(160)}),
+    "Q6_K": Format(8, 16, {192: b"\1" * 16 + ONE}, {0: b"\x11" * 128 + b"\xaa" * 64}),
+    "Q2_K": Format(8, 16, {0: b"\1" * 16, 80: ONE + NIL}, {16: b"\x55" * 64, 82: NIL}, {16: bytes(64)}),
+    "Q3_K": Format(8, 16, {96: b"\x11" * 8 + b"\xaa" * 4 + ONE}, {0: b"\xff" * 32 + b"\x55" * 64}),
+    "IQ4_NL": Format(8, 32, {0: ONE}, {2: b"\x88" * 16}),
+    "IQ4_XS": Format(8, 32, {0: ONE + b"\xaa" * 2 + b"\x11" * 4}, {8: b"\x88" * 128}),
+    "MXFP4": Format(8, 32, {0: b"\x80"}, {1: b"\x11" * 16}),
+}
 
 
 def open_gguf(path, with_tokenizer=True):

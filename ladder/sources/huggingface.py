@@ -69,10 +69,11 @@ def wiring_from_hf(hf):
     if family.wiring and (own := pkgutil.resolve_name(family.wiring)(hf)):
         return own
     parallel_blocks = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
+    base = family.values.get("wiring") or ("parallel" if parallel_blocks else "standard")
     ladder_layers, n_layers = hf.get("ladder_layers"), hf["num_hidden_layers"]
     if not ladder_layers:
-        return "parallel" if parallel_blocks else "standard"
-    name = "parallel-ladder" if parallel_blocks else "ladder"
+        return base
+    name = "ladder" if base == "standard" else f"{base}-ladder"
     return name if ladder_layers in (n_layers, list(range(n_layers))) else wiring_name(name, ladder_layers)
 
 
@@ -155,11 +156,12 @@ def read_hf(values):
         for key, value in given.items():
             if key in REMEDIES and value:
                 raise InputError(f"{key} is not supported; {REMEDIES[key]}")
-            if key not in known and value not in (only.get(key, value), None):
+            is_read = key in known and key not in family.only
+            if not is_read and value not in (only.get(key, value), None):
                 raise InputError(f"{key} {as_json(value)} is not supported, only {as_json(only[key])} is")
             if key not in names | harmless and value is not None:
                 ignored[prefix + repr(key)[1:-1]] = value
-        results.append({key: value for key, value in given.items() if key in names})
+        results.append({key: value for key, value in given.items() if key in names and key not in family.only})
     if ignored and family.strict:
         key, value = ignored.popitem()
         words = "drop it from config.json if what the model computes does not depend on it"
@@ -182,11 +184,6 @@ def eos_ids(values, hf, generated):
     own = hf["eos_token_id"] if others is None or "eos_token_id" in values else None
     result = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
     return tuple(dict.fromkeys(i for i in result if i not in (None, -1)))  # -1: no token
-
-
-def config_from_hf(path):
-    """Return the Config that a Hugging Face config.json (and the generation_config.json beside it) describes."""
-    return read_config(read_json(path), path, read_generation(path))[1]
 
 
 def read_generation(path):
@@ -230,7 +227,7 @@ def our_values(hf):
     rotary = rotary_from_hf(hf, head_dim)
     context = context_from_hf(hf, rotary["rope_scaling"])
     hf = hf | {"context": context, "scaling": rotary["rope_scaling"]}
-    values, architecture = {**family.values}, {}
+    values, architecture = {**family.values, "wiring": wiring_from_hf(hf)}, {}
     for name, kind in all_architectures().items():
         of_family = values.pop(name, None)  # settings that the family has in any case
         settings, fields = kind.from_hf(hf) or (of_family, {})
@@ -240,7 +237,8 @@ def our_values(hf):
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
-        "head_dim": head_dim, "vocab_size": hf["vocab_size"], "norm_eps": hf.get("layer_norm_eps", hf["rms_norm_eps"]),
+        "head_dim": head_dim, "vocab_size": hf["vocab_size"],
+        "norm_eps": hf["layer_norm_eps"] if "layer_norm_eps" in hf else hf["rms_norm_eps"],
         **rotary, "tie_embeddings": hf["tie_word_embeddings"],
         "qkv_bias": hf.get("qkv_bias", hf.get("use_qkv_bias", attention_bias)),
         "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),
@@ -248,7 +246,6 @@ def our_values(hf):
         "embedding_scale": dim**0.5 if family.wide_embeddings else None,
         "logit_cap": hf.get("final_logit_softcapping"),
         "bos_id": None if hf["bos_token_id"] == -1 else hf["bos_token_id"],
-        "wiring": wiring_from_hf(hf),
         **values, "architecture": architecture,
     }  # fmt: skip
 
@@ -334,12 +331,28 @@ def multipliers(hf, config):
     }  # fmt: skip
 
 
-def llama_name(name, norms):
-    """Return (Llama's name of a tensor, its module). norms: as Family.norms."""
-    text = re.sub(r"^((model|language_model)\.)*", "", name)  # older folders have them in another order
-    text = text if text.startswith("lm_head.") else f"model.{text}"
-    module = f".{text}".split(".")[-2]
-    return text.replace(module, norms.get(module, module)), norms.get(module, module)
+class TextTensors(Renamed):
+    """The tensors of the language model of a source, with "model." or "lm_head." in front of all names.
+
+    skipped: {a tower for pictures, or the like: how many tensors of it are left out}. Raises InputError.
+    """
+
+    def __init__(self, source, hf, config):
+        places, self.skipped = {}, Counter()
+        for name in source.names():
+            if tower := left_out(name, hf, config):
+                self.skipped[tower] += 1
+                continue
+            text = re.sub(r"^((model|language_model)\.)*", "", name)  # older folders have them in another order
+            add_place(places, text if text.startswith("lm_head.") else f"model.{text}", name)
+        super().__init__(source, places)
+
+
+def add_place(places, place, name):
+    """Add a tensor of a source to the `places` of Renamed. Raises InputError where there is one already."""
+    if place in places:
+        raise InputError(f"the source has both {places[place][0]} and {name}: drop one")
+    places[place] = [name]
 
 
 class LlamaWeights(Renamed, Source):
@@ -355,6 +368,8 @@ class LlamaWeights(Renamed, Source):
 
     def __init__(self, source, hf, config):
         """hf: as read_hf returns it."""
+        text = TextTensors(source, hf, config)
+        source = text
         for each in config.architecture:
             source = each.hf_weights(source, config, hf)
         self.rotary = (config.head_dim, config.rotary_dim) if hf["family"].neighbours else None
@@ -363,17 +378,13 @@ class LlamaWeights(Renamed, Source):
             "qkv_proj": {"q_proj": config.n_heads, "k_proj": config.n_kv_heads, "v_proj": config.n_kv_heads},
             "gate_up_proj": {"gate_proj": 1, "up_proj": 1},
         }
-        places, skipped = {}, Counter()  # skipped: {tower: how many tensors of it are left out}
+        places, norms = {}, hf["family"].norms
         for name in source.names():
-            if tower := left_out(name, hf, config):
-                skipped[tower] += 1
-                continue
-            text, module = llama_name(name, hf["family"].norms)
+            of_file = f".{name}".split(".")[-2]
+            module = norms.get(of_file, of_file)
             for i, part in enumerate(fused.get(module, [module])):
-                place = text.replace(module, part)
-                if place in places:
-                    raise InputError(f"the source has both {places[place][0]} and {name}: drop one")
-                places[place] = [name]
+                place = name.replace(of_file, part)
+                add_place(places, place, name)
                 if module in fused:
                     self.parts[place] = [*fused[module].values()], i
         super().__init__(source, places)
@@ -383,7 +394,7 @@ class LlamaWeights(Renamed, Source):
             is_tied = are_equal(*(source.read(*places[name]) for name in (table, head)))
         self.config = dataclasses.replace(config, tie_embeddings=is_tied)
         self.factors = multipliers(hf, self.config)
-        self.notes = list(self.list_notes(hf, config, skipped))
+        self.notes = list(self.list_notes(hf, config, text.skipped))
 
     def list_notes(self, hf, config, skipped):
         if hf["ignored"]:

@@ -154,18 +154,22 @@ def settings_of(settings, name):
 
 def check_keys(settings):
     """Raise InputError for a key that is not known here, unless its value is nothing, False or empty."""
-    groups = [*(settings.get("config_groups") or {}).values()]
     overrides = [own for own in (settings.get("dynamic") or {}).values() if isinstance(own, dict)]
-    for place in (settings, *overrides, *groups, *weight_groups(settings)):
+    for place in (settings, *overrides, *config_groups(settings), *weight_groups(settings)):
         unknown = sorted(key for key in place.keys() - KNOWN_KEYS if place[key])
         if unknown:
             value = reprlib.repr(place[unknown[0]])
             raise InputError(f"{unknown[0]} {value} is unknown: drop it if the values of weights do not depend on it")
 
 
+def config_groups(settings):
+    """Return the groups of modules in compressed-tensors' settings."""
+    return (settings.get("config_groups") or {}).values()
+
+
 def weight_groups(settings):
-    """Return the groups of compressed-tensors' settings that say how weights are stored."""
-    return [group["weights"] for group in (settings.get("config_groups") or {}).values() if group["weights"]]
+    """Return what these groups say of how weights are stored."""
+    return [group["weights"] for group in config_groups(settings) if group["weights"]]
 
 
 def places(settings):
@@ -453,8 +457,8 @@ class Mxfp4(Stored):
 def compressed(parts, settings):
     """Return a matrix of compressed-tensors, whose format may differ by module."""
     part = "weight_packed" if "weight_packed" in parts else "weight"
-    groups = (settings.get("config_groups") or {}).values()
-    said = {settings.get("format"), *(group.get("format") for group in groups)} - {None, "mixed-precision"}
+    formats = [place.get("format") for place in (settings, *config_groups(settings))]
+    said = {*formats} - {None, "mixed-precision"}
     if said and not said & {*COMPRESSED[part]}:
         raise InputError(f"of the format {', '.join(sorted(map(repr, said)))} no {part} is read")
     return (PackQuantized if part == "weight_packed" else Scaled)(parts, settings)
@@ -489,7 +493,7 @@ def dequantizing(source, values, path):
     if settings.get("transform_config"):
         raise InputError(f"{path}: transform_config, which rotates activations, is not computed")
     with errors_of(f"{path}/config.json: quantization_config"):
-        inputs = [group.get("input_activations") for group in (settings.get("config_groups") or {}).values()]
+        inputs = [group.get("input_activations") for group in config_groups(settings)]
         if (sparsity := (settings.get("sparsity_config") or {}).get("format", "dense")) != "dense":
             raise InputError(f"{path}: sparsity_config {sparsity!r} is not read, only 'dense' is")
         check_keys(settings)

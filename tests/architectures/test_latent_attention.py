@@ -11,7 +11,15 @@ from configs import ANY_TP, BASE, LINEAR_SETTINGS, change
 from decoding_runs import answer_in_turns, make_runner
 from file_edits import change_tensors, edit_config
 from helpers import counted_kernels, greedy_tokens, last_logits, load_random, randn, random_model, unequal_rows
-from hf_folders import YARN_ROPE, check_config_as_on_the_hub, check_family, check_parity, convert, hf_model
+from hf_folders import (
+    YARN_ROPE,
+    check_config_as_on_the_hub,
+    check_family,
+    check_parity,
+    config_from_hf,
+    convert,
+    hf_model,
+)
 from parity import SPLITS, check_ranks_against_one_device
 from quantized_folders import BLOCKS, fp8, write_quantized
 from quantized_models import check_quantized_twin
@@ -29,7 +37,6 @@ from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.memory import step_bytes
-from ladder.sources import huggingface
 from ladder.sources.sizes import named_size
 from model import build
 
@@ -221,7 +228,7 @@ def test_deepseek_v2_is_not_read_as_v3(values, words, tmp_path):
     hf_model(FAMILIES["deepseek v2"]).save_pretrained(tmp_path / "hf")
     edit_config(tmp_path / "hf", **values)
     with pytest.raises(InputError, match=words):
-        huggingface.config_from_hf(tmp_path / "hf" / "config.json")
+        config_from_hf(tmp_path / "hf" / "config.json")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 from configs import BASE
-from helpers import random_model, shard
+from helpers import random_model, shard, stop_using_kernels
 from running import main_on_ranks, run_ranks
 
 import generate
@@ -78,7 +78,7 @@ WHEN = "before", "after"  # the kernel is in use
 
 def edited(patch, edit, when):
     """Edit sample, before the kernel stands in or afterwards."""
-    registry.stop_using()
+    stop_using_kernels()
     registry.said.clear()
     if when == "before":
         EDITS[edit](patch)
@@ -168,7 +168,7 @@ def served(world, edit, when):
 def test_in_complete(draft, when, tiny, monkeypatch):
     model, tokenizer = load(tiny)
     if when == "before":
-        registry.stop_using()
+        stop_using_kernels()
     texts = ["Once upon a time", "The dog"]
     rows = [second_best_tokens(model, tokenizer.encode(text), NEW) for text in texts]
     replace(monkeypatch)
@@ -217,7 +217,7 @@ def test_plain_is_no_edit(monkeypatch):
     rows = []
     for plain in "", "1":
         monkeypatch.setenv(registry.PLAIN, plain)
-        registry.stop_using()
+        stop_using_kernels()
         registry.use([fast_sampling.KERNEL])
         assert fast_sampling.is_in_use() == (not plain) and not fast_sampling.is_edited()
         runner = Runner(net, make_cache(net, len(PROMPTS), 30))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configs import BASE, change
-from helpers import ROOT, counted_kernels, last_logits, randn_bf16, random_model, unequal_rows
+from helpers import ROOT, counted_kernels, last_logits, randn_bf16, random_model, stop_using_kernels, unequal_rows
 from quantized_models import INT8, QUANTIZED, check_quantized_model, random_integers
 from reference import Reference, exact_attention
 from safetensors.torch import save_file
@@ -425,7 +425,7 @@ def test_a_model_in_bfloat16_takes_the_kernels_without_asking(quant, capsys):
         net(torch.tensor([[5]]), None, net.new_cache(1, 3))
     layers = "model.Attention.forward", "model.FeedForward.forward", "ladder.layers.norms.RMSNorm.forward"
     assert [counts[name] for name in layers] == [3, 3, 7]
-    registry.stop_using()
+    stop_using_kernels()
     net = generate.load_model(config, None, "float32", WORLD)
     said = capsys.readouterr().err
     assert said == "int4 in float32 has no kernels: bfloat16 is many times faster\n" * (quant == "int4")

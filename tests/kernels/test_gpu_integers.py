@@ -81,6 +81,12 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
     assert torch.equal(linear.stored()[0], stored)
 
 
+def test_integers_of_8_bits_are_read_as_stored():
+    linear = quant_linear.QuantLinear((8, 128), "int8", 64)
+    pack_int4([linear])
+    assert linear.layout is None
+
+
 @pytest.mark.parametrize("quant, device, dtype, used", [
     ("int4", "cuda", "bfloat16", True), ("int8", "cuda", "bfloat16", True), ("int8", "cuda", "float16", False),
     ("", "cuda", "bfloat16", False),
@@ -92,8 +98,8 @@ def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, dtype, 
     monkeypatch.setattr(random_weights, "RandomWeights", lambda *_: None)
     monkeypatch.setattr(generate, "load_shard", lambda *_: loaded)
     for key in quant_kernels.PACKERS:
-        monkeypatch.setitem(quant_kernels.PACKERS, key, lambda linears, key=key: calls.append((*key, linears)))
+        monkeypatch.setitem(quant_kernels.PACKERS, key, lambda linears, key=key: calls.append((key, linears)))
     assert generate.load_model(config, None, dtype, World(0, 1, torch.device(device))) is loaded
-    assert calls == [(quant, device, [linear])] * (used and quant == "int4")  # integers of 8 bits are read as stored
+    assert calls == [(device, [linear])] * used
     names = [ready.kernel.function.__name__ for function in registry.used for ready in function.kernels]
     assert names == [*["multiply_packed", "multiply_int8", "multiply_fp8"] * used, "sample"]

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.utils.prune
 from configs import BASE, change
-from helpers import counted_kernels, last_logits, randn, unequal_rows
+from helpers import counted_kernels, last_logits, plain_only, randn, unequal_rows
 from running import run_ranks
 
 import generate
@@ -66,7 +66,7 @@ def check(net, edit, rows=3, changes=True, **how):
     before = logits(net, rows, **how)
     edit(net)
     edited = logits(net, rows, **how)
-    with registry.plain_only():
+    with plain_only():
         plain = logits(net, rows)
     difference = (plain - before).norm(dim=(0, 2))  # of the prefill and of each step
     assert edited.isfinite().all()
@@ -130,7 +130,7 @@ def test_each_function_that_is_replaced_runs_as_it_does_without_kernels(quant, o
 
         with monkeypatch.context() as m, torch.inference_mode():
             m.setattr(scope, attribute, replacement)
-            with registry.plain_only():
+            with plain_only():
                 plain = logits(net)
             expected, calls[:] = len(calls), []
             edited = logits(net)
@@ -382,7 +382,7 @@ def test_what_a_kernel_does_not_know_and_does_not_check_runs_as_written(capsys):
     other = tuple(torch.zeros(1, 6, 2, 64).bfloat16().transpose(1, 2) for _ in "kv")
     for cache, changes in (other, {}), (net.new_cache(1, 6)[0], {"rope": None}), (net.new_cache(1, 6)[0], {}):
         results = []
-        for context in registry.plain_only, contextlib.nullcontext:
+        for context in plain_only, contextlib.nullcontext:
             fresh = tuple(torch.zeros_like(tensor) for tensor in cache)
             with context(), torch.inference_mode():
                 results.append(net.layers[0].attention(x, metadata._replace(**changes), fresh).float())
@@ -449,7 +449,7 @@ def test_a_mask_of_ones_own_is_used():
     gaps[1, 1, 1] = True
     for mask in gaps, torch.ones_like(metadata.mask):
         results = []
-        for context in registry.plain_only, counted_kernels:
+        for context in plain_only, counted_kernels:
             cache = [tensor.normal_(generator=torch.Generator().manual_seed(1)) for tensor in net.new_cache(2, 6)[0]]
             with context() as counts, torch.inference_mode():
                 results.append(net.layers[0].attention(x, metadata._replace(mask=mask), cache).float())
@@ -574,7 +574,7 @@ def test_a_tied_head_in_integers_stays_its_table():
         net.tok_embeddings.weight.data.copy_(net.tok_embeddings.weight.data.flip(0))
         assert net.output.weight is net.tok_embeddings.weight
         after = logits(net)
-        with registry.plain_only():
+        with plain_only():
             assert (logits(net) - after).norm() < 0.05 * after.norm()
         assert (after - before).norm() > 0.5 * before.norm()
 

@@ -10,6 +10,7 @@ import torch
 from collective_order import eager_order
 from configs import BASE, change
 from helpers import last_logits, write_model
+from hf_folders import config_from_hf
 from laneformer import Laneformer
 from quantized_models import dequantized_state
 from running import run_ranks
@@ -20,7 +21,6 @@ import generate
 import quantize
 from ladder.checkpoints import checkpoint, writing
 from ladder.errors import InputError
-from ladder.sources import huggingface
 
 SHAPE = {
     "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,
@@ -111,7 +111,7 @@ def test_converted_folders_compute_the_function_on_any_number_of_ranks(case, tmp
         if hf["num_lanes"] % sum(shares) == 0:
             check(run_ranks(shares, logits_of, tmp_path / "ours"), expected)
     config = checkpoint.read_config(tmp_path / "ours")
-    assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == config
+    assert config_from_hf(tmp_path / "hf" / "config.json") == config
 
 
 @pytest.mark.slow
@@ -171,5 +171,5 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
 def test_keys_that_may_mean_another_function_are_one_clear_line(changes, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **changes}))
     with pytest.raises(InputError, match=f"config.json: .*{message}") as error:
-        huggingface.config_from_hf(tmp_path / "config.json")
+        config_from_hf(tmp_path / "config.json")
     assert "\n" not in str(error.value)

@@ -31,6 +31,7 @@ from hf_folders import (
     check_config_as_on_the_hub,
     check_family,
     check_parity,
+    config_from_hf,
     config_from_values,
     convert,
     hf_model,
@@ -300,7 +301,7 @@ def test_real_configs_are_read():
         "mistral_7b_v03": (32, 32, 8, 128, False), "qwen3_0.6b": (28, 16, 8, 128, True),
     }  # fmt: skip
     for path in sorted(shared_data("../configs/llama3_1_8b.json").parent.glob("*.json")):
-        config = huggingface.config_from_hf(path)
+        config = config_from_hf(path)
         c = (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, config.tie_embeddings)
         assert c == expected.get(path.stem, c), path
         assert config.qkv_bias == ("qwen2" in path.stem) and bool(config.find(Heads)) == ("qwen3" in path.stem)
@@ -395,7 +396,7 @@ def test_a_wrong_value_is_told_by_its_own_key(family, tmp_path):
         for part[key] in None, "x", -1, 0, 1.5, [], {}, True, [None]:
             path.write_text(json.dumps(good))
             try:
-                huggingface.config_from_hf(path)
+                config_from_hf(path)
             except InputError as e:
                 words = set(re.findall(r"\w+", str(e).removeprefix(str(path))))
                 assert not words & (ours | {"NoneType", "operand"}) and "Error" not in str(e), str(e)

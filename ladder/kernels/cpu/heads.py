@@ -36,14 +36,9 @@ def norms_of_heads(attention):
     return (weights, q_norm.eps) if weights[0].dtype is weights[1].dtype is BF16 else None
 
 
-def attend_with_sinks(q, k, v, mask, sinks):
-    """Attend from up to FEW_POSITIONS positions."""
-    return attend(q, k, v, mask, sinks)
-
-
 PLAIN = "ladder.architectures.heads"
 KERNELS = [
-    Kernel(f"{PLAIN}.attend_with_sinks", attend_with_sinks, "few positions are about twice as fast"),
+    Kernel(f"{PLAIN}.attend_with_sinks", attend, "few positions are about twice as fast"),
     Kernel(
         f"{PLAIN}.HeadAttention.forward", attention, "few positions are one call", (LINEAR, NORM, *QUANT),
         compiles=False,

@@ -122,10 +122,10 @@ def pack(weight, scales, zeros, out=None, form=None):
         return out.view(BYTES[scales.dtype])
     if form:
         return _pack_groups(weight, scales, zeros, out, form)
-    (N, columns), (P, G, vectors, _) = weight.shape, packed_shape(weight, scales, zeros)
-    packed = empty_in_huge_pages((P, G, vectors, 64), torch.uint8) if out is None else out.view(P, G, vectors, 64)
-    by_row = packed.unflatten(-1, (16, 4))
-    for i in range(0, P, PANELS_AT_ONCE):
+    (N, columns), shape = weight.shape, packed_shape(weight, scales, zeros)
+    packed = empty_in_huge_pages(shape, torch.uint8) if out is None else out.view(torch.uint8).view(shape)
+    integers, pairs = _views(packed, scales.dtype)
+    for i in range(0, len(packed), PANELS_AT_ONCE):
         q = weight[16 * i : 16 * (i + PANELS_AT_ONCE)]
         q = F.pad(q, (0, -columns % 8 if zeros is None else 0, 0, -len(q) % 16))
         if zeros is None:
@@ -133,18 +133,24 @@ def pack(weight, scales, zeros, out=None, form=None):
         else:
             low, high = unpack(q).unflatten(-1, (-1, 2, 4)).unbind(-2)
             q = low | high << 4
-        by_row[i : i + PANELS_AT_ONCE, :, 1:] = q.view(-1, 16, G, vectors - 1, 4).permute(0, 2, 3, 1, 4)
-    pairs = torch.stack((scales, torch.zeros_like(scales) if zeros is None else zeros))  # (2, N, G)
-    pairs = F.pad(pairs, (0, 0, 0, -N % 16)).unflatten(1, (P, 16)).permute(1, 3, 0, 2)  # (P, G, 2, 16)
-    packed.view(scales.dtype)[:, :, 0] = pairs.flatten(2)
+        integers[i : i + PANELS_AT_ONCE] = q.view(-1, *integers.shape[1:])
+    scales_and_zeros = torch.stack((scales, torch.zeros_like(scales) if zeros is None else zeros))  # (2, N, G)
+    pairs.copy_(F.pad(scales_and_zeros, (0, 0, 0, -N % 16)).view(pairs.shape))
     return packed.view(BYTES[scales.dtype])
+
+
+def _views(packed, dtype):
+    """Return views of packed integers, through which they are written and read: (P, 16, G, V, 4) bytes of the rows, and
+    scales and zeros (2, P, 16, G)."""
+    by_row = packed.view(torch.uint8).unflatten(-1, (16, 4))[:, :, 1:]  # (P, G, V, 16, 4)
+    pairs = packed.view(dtype)[:, :, 0].unflatten(-1, (2, 16))  # (P, G, 2, 16)
+    return by_row.permute(0, 3, 1, 2, 4), pairs.permute(2, 0, 3, 1)
 
 
 def _pack_groups(weight, scales, zeros, out, form):
     (N, K), shape = weight.shape, packed_shape(weight, scales, zeros, form)
     packed = empty_in_huge_pages(shape, torch.uint8) if out is None else out.view(torch.uint8).view(shape)
-    packed, (P, blocks) = packed.view(*shape[:2], -1), shape[:2]
-    data = packed[..., form.header_bytes :]  # (P, blocks, bytes)
+    (P, blocks), (data, header) = shape[:2], _views_of_groups(packed, scales.dtype, form)
     for i in range(0, P, PANELS_AT_ONCE):
         q = weight[16 * i : 16 * (i + PANELS_AT_ONCE)].view(torch.uint8)
         q = F.pad(q, (0, BLOCK * blocks - K, 0, -len(q) % 16)) + (form.is_signed << form.bits - 1)
@@ -157,31 +163,38 @@ def _pack_groups(weight, scales, zeros, out, form):
                 pieces = high.unflatten(2, (-1, 8 // n)).unbind(3)  # each (p, blocks, n, 64)
                 q = torch.cat((q, sum(piece << n * k for k, piece in enumerate(pieces))), dim=2)
         data[i : i + PANELS_AT_ONCE] = q.flatten(2)
-    header = packed[..., : form.header_bytes].view(scales.dtype)  # (P, blocks, 16 * vectors)
-    vectors = (scales, zeros) if form.has_zeros else (scales,)
-    vectors = [vector.repeat_interleave(max(1, form.group_size // BLOCK), -1) for vector in vectors]
-    padding = blocks * form.groups - vectors[0].shape[1]
-    for kind, vector in enumerate(vectors):
-        by_panel = F.pad(vector, (0, padding, 0, -N % 16)).view(P, 16, blocks, -1).permute(0, 2, 3, 1).flatten(2)
-        header[..., kind * by_panel.shape[-1] : (kind + 1) * by_panel.shape[-1]] = by_panel
-    return packed.view(shape).view(BYTES[scales.dtype])
+    vectors = torch.stack((scales, zeros)[: len(header)]).repeat_interleave(max(1, form.group_size // BLOCK), -1)
+    padding = blocks * form.groups - vectors.shape[-1]
+    header.copy_(F.pad(vectors, (0, padding, 0, -N % 16)).view(header.shape))
+    return packed.view(BYTES[scales.dtype])
+
+
+def _views_of_groups(packed, dtype, form):
+    """Return views as _views does: (P, blocks, bytes) of integers; scales, perhaps zeros (1 or 2, P, 16, blocks, g)."""
+    by_block = packed.view(torch.uint8).flatten(2)
+    header = by_block[..., : form.header_bytes].view(dtype).unflatten(2, (1 + form.has_zeros, form.groups, 16))
+    return by_block[..., form.header_bytes :], header.permute(2, 0, 4, 1, 3)
 
 
 @torch.no_grad()
 def unpacked(linear):
     """Return (weight, scales, zeros or None) of a packed QuantLinear as the checkpoint stores them: undo pack()."""
     packed, N, K, form = linear.packed, linear.out_features, linear.in_features, linear.layout.form
-    if packed.dim() == 5:  # of experts
-        parts = [_unpack_groups(m, N, K, form) if form else _unpacked(m, N, K, linear.bits) for m in packed]
-        return tuple(None if part[0] is None else torch.stack(part) for part in zip(*parts, strict=True))
-    return _unpack_groups(packed, N, K, form) if form else _unpacked(packed, N, K, linear.bits)
-
-
-def _unpack_groups(packed, N, K, form):
-    """Undo _pack_groups."""
     dtype = next(dtype for dtype, stored in BYTES.items() if stored == packed.dtype)
-    P, by_block = len(packed), packed.view(torch.uint8).flatten(2)
-    q = by_block[..., form.header_bytes :].unflatten(2, (-1, 64))
+
+    def undo(matrix):
+        return _unpack_groups(matrix, dtype, N, K, form) if form else _unpacked(matrix, dtype, N, K, linear.bits)
+
+    if packed.dim() == 5:  # of experts
+        parts = zip(*map(undo, packed), strict=True)
+        return tuple(None if part[0] is None else torch.stack(part) for part in parts)
+    return undo(packed)
+
+
+def _unpack_groups(packed, dtype, N, K, form):
+    """Undo _pack_groups."""
+    P, (data, header) = len(packed), _views_of_groups(packed, dtype, form)
+    q = data.unflatten(2, (-1, 64))
     if form.bits < 8:
         low, high = q[:, :, :4], q[:, :, 4:]
         q = torch.stack((low & 15, low >> 4), dim=3).flatten(2, 3)  # (P, blocks, 8, 64)
@@ -191,24 +204,20 @@ def _unpack_groups(packed, N, K, form):
             q = q | torch.stack(pieces, dim=3).flatten(2, 3) << 4
     q = (q - (form.is_signed << form.bits - 1)).unflatten(3, (16, 4)).permute(0, 3, 1, 2, 4).reshape(16 * P, -1)
     step, G = max(1, form.group_size // BLOCK), K // form.group_size
-    header = by_block[..., : form.header_bytes].contiguous().view(dtype)
-    vectors = header.unflatten(2, (1 + form.has_zeros, form.groups, 16)).permute(2, 0, 4, 1, 3).flatten(3).flatten(1, 2)
-    scales, *zeros = (vector[:N, ::step][:, :G].contiguous() for vector in vectors)
+    vectors = header.reshape(len(header), 16 * P, -1)[:, :N, ::step]
+    scales, *zeros = vectors[..., :G].contiguous()
     return q[:N, :K].contiguous().view(torch.int8), scales, zeros[0] if zeros else torch.zeros_like(scales)
 
 
-def _unpacked(packed, N, K, bits):
-    P, G, vectors, _ = packed.shape
-    dtype = next(dtype for dtype, stored in BYTES.items() if stored == packed.dtype)
-    pairs = packed.view(dtype)[:, :, 0].unflatten(-1, (2, 16))  # (P, G, 2, 16)
-    scales, zeros = pairs.permute(2, 0, 3, 1).reshape(2, 16 * P, G)[:, :N]
-    by_row = packed.view(torch.uint8).unflatten(-1, (16, 4))[:, :, 1:]  # (P, G, V, 16, 4)
-    q = by_row.permute(0, 3, 1, 2, 4).reshape(16 * P, -1)[:N]
+def _unpacked(packed, dtype, N, K, bits):
+    integers, pairs = _views(packed, dtype)
+    scales, zeros = pairs.flatten(1, 2)[:, :N].contiguous()
+    q = integers.flatten(2).flatten(0, 1)[:N]
     if bits == 8:
-        return (q[:, :K] ^ 128).view(torch.int8), scales.contiguous(), None
+        return (q[:, :K] ^ 128).view(torch.int8), scales, None
     q = q.unflatten(-1, (-1, 4))
     q = torch.stack((q & 15, q >> 4), dim=-2).flatten(1)  # (N, K)
-    return pack_pairs(q), scales.contiguous(), zeros.contiguous()
+    return pack_pairs(q), scales, zeros
 
 
 def multiply(x, linear):

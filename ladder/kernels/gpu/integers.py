@@ -3,7 +3,16 @@
 import torch
 import torch.nn.functional as F
 
-from ladder.kernels.quant_linear import PLAIN_FORWARD, PLAIN_STORED, Layout, add_bias, pack_pairs, to_fp8, unpack
+from ladder.kernels.quant_linear import (
+    PLAIN_FORWARD,
+    PLAIN_STORED,
+    Layout,
+    add_bias,
+    matrix_by_rows,
+    pack_pairs,
+    to_fp8,
+    unpack,
+)
 from ladder.kernels.registry import Kernel
 
 TRITON_INT8_ROWS = 16  # up to so many rows of x are multiplied by int8_rows.py
@@ -18,21 +27,14 @@ def fits(x):
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-def stored_as(linear, dtype, x):
-    """Return (weight, scales) of a QuantLinear that is not packed, if its matrix has this dtype and x fits; or None."""
-    weight, scales = linear._parameters.get("weight"), linear._parameters.get("scales")
-    known = weight is not None and weight.dtype == dtype and weight.dim() == 2 and linear.out_features
-    return (weight, scales) if known and fits(x) else None
-
-
 def multiply_int8(linear, x):
     """Multiply by the kernels of int8_rows.py if there are few rows and the model is compiled, else by floats.
 
     PyTorch's own kernel (torch 2.13) computes each output in one thread, byte by byte. Without the compiler, launching
     those of int8_rows.py takes four times as long as multiplying floats.
     """
-    stored = stored_as(linear, torch.int8, x)
-    if stored is None or linear._parameters.get("zeros") is not None:  # which groups have
+    stored = matrix_by_rows(linear, torch.int8)
+    if stored is None or not fits(x):
         return None
     weight, scales = stored[0], stored[1][:, 0]
     if torch.compiler.is_compiling() and x.numel() <= TRITON_INT8_ROWS * linear.in_features:
@@ -49,9 +51,9 @@ def multiply_fp8(linear, x):
 
     No GPU has run it yet.
     """
-    stored = stored_as(linear, torch.float8_e4m3fn, x)
+    stored = matrix_by_rows(linear, torch.float8_e4m3fn)
     N, K = linear.out_features, linear.in_features
-    if stored is None or N % FP8_MULTIPLE or K % FP8_MULTIPLE:
+    if stored is None or not fits(x) or N % FP8_MULTIPLE or K % FP8_MULTIPLE:
         return None
     if torch.cuda.get_device_capability() < FP8_CAPABILITY:
         return None

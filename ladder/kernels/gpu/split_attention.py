@@ -40,7 +40,10 @@ def split_attend(q, k, v, mask, sinks=None):
 
 
 def attend(q, k, v, mask=None, sinks=None):
-    """Split the keys of a head in a decode step that is compiled for a GPU."""
+    """Split the keys of a head in a decode step that is compiled for a GPU.
+
+    sinks (K * G): the scores of one more key of each head, of value 0.
+    """
     few = q.is_cuda and torch.compiler.is_compiling() and q.shape[3] <= FEW_POSITIONS
     if not few or mask is None or q.shape[-1] % 16:
         return None
@@ -49,13 +52,8 @@ def attend(q, k, v, mask=None, sinks=None):
     return split_attend(q, k, v, mask, sinks).reshape(q.shape)
 
 
-def attend_with_sinks(q, k, v, mask, sinks):
-    """Do what attend does, where each head has one more key, of value 0. sinks (K * G): its scores."""
-    return attend(q, k, v, mask, sinks)
-
-
 ABOUT = "the keys of a head are shared out among multiprocessors"
 KERNELS = [
     Kernel("model.attend", attend, ABOUT),
-    Kernel("ladder.architectures.heads.attend_with_sinks", attend_with_sinks, ABOUT),
+    Kernel("ladder.architectures.heads.attend_with_sinks", attend, ABOUT),
 ]

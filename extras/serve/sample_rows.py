@@ -16,8 +16,12 @@ def joined(samplers):
     """Return a Sampler for as many rows, all greedy, all with filters or all without; each is drawn as if alone."""
     if len(samplers) == 1:
         return samplers[0]
+
+    def random(fill, n_rows, *shape):
+        return torch.cat([sampler.random(fill, 1, *shape) for sampler in samplers])
+
     result = copy.copy(samplers[0])
-    result.generators = [sampler.generator for sampler in samplers]
+    result.random = random
     result.n_candidates = max(sampler.n_candidates for sampler in samplers)
     dtypes = {"temperature": torch.float32, "top_k": torch.int64, "top_p": torch.float64, "min_p": torch.float64}
     for name, dtype in dtypes.items():
