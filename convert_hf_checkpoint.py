@@ -7,6 +7,7 @@ python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out c
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -168,7 +169,7 @@ class Reader:
         kinds = [name.split(".")[-2] for name in floats if any(map(source.form, self.names[name]))]
         self.dequantized = list(dict.fromkeys(kinds))
         self.squares = []
-        self.last, self.parts = None, {}  # a path and its parts, which are read one after another
+        self.read_quantized = functools.lru_cache(1)(self.read_quantized)  # its parts are read one after another
 
     def stored_dtype(self, name):
         """Return the dtype of a tensor, but for the scales of groups: these are float16 or bfloat16."""
@@ -177,18 +178,12 @@ class Reader:
             return parameter.dtype
         return torch.float32 if self.config.stays_float32(name) else self.dtype
 
-    def size(self, name):
-        """Return the bytes of a tensor."""
-        return self.parameters[name].numel() * self.stored_dtype(name).itemsize
-
     def read(self, name):
         """Return a tensor. Raises InputError for another shape than the config's, and for NaN or infinity."""
         path, _, part = name.rpartition(".")
         if part == "bias" or f"{path}.scales" not in self.parameters:
             return self.read_floats(name)
-        if path != self.last:
-            self.last, self.parts = path, self.read_quantized(path)
-        return self.parts[part]
+        return self.read_quantized(path)[part]
 
     def join(self, *tensors):
         return group(*tensors, self.config) if len(tensors) == 3 else tensors[0]
@@ -240,7 +235,7 @@ def convert(source, config, folder, dtype, shard_bytes):
     the model.
     """
     reader = Reader(source, config, dtype)
-    sizes = {name: reader.size(name) for name in reader.parameters}
+    sizes = {name: p.numel() * reader.stored_dtype(name).itemsize for name, p in reader.parameters.items()}
     writing.write_weights(folder, sizes, reader.read, shard_bytes)
     writing.write_config(folder, config)
     return reader
@@ -305,9 +300,7 @@ def main(argv=None):
     args = p.parse_args(argv)
     outputs.check_absent_first(args.out)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
-        is_folder = os.path.isdir(args.tokenizer)
-        what = "a folder: give a file in it, such as tokenizer.model" if is_folder else "no such file"
-        raise InputError(f"--tokenizer {args.tokenizer}: {what}")
+        raise InputError(f"--tokenizer {args.tokenizer}: no such file (in a folder, give e.g. its tokenizer.model)")
     source = open_source(args.source, args.revision, with_tokenizer=not args.tokenizer)
     own = source.config if args.to_float else keep_quantized(source.config, source)
     config = flags.with_wiring(own, args)

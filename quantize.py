@@ -24,7 +24,7 @@ from ladder import outputs
 from ladder.checkpoints import checkpoint, rounding, writing
 from ladder.command_line import flags
 from ladder.decoding.batch import Sampler, make_cache
-from ladder.errors import InputError
+from ladder.errors import InputError, naming
 from ladder.kernels.quant_linear import QuantLinear, dequantize, nearest
 from ladder.memory import release_freed_memory
 from ladder.ranks import launch
@@ -39,19 +39,16 @@ ROWS, LENGTH = 32, 256  # tokens of the text
 
 def own_text(folder, config, length):
     """Return token ids (ROWS, length) that the model of a checkpoint folder writes. Raises InputError."""
-    world = World(0, 1, torch.device("cpu"))
-    model = generate.load_model(config, folder, None, world)
-    sampler = Sampler(1.0)
-    first = torch.randint(config.vocab_size, (ROWS, 1), generator=torch.Generator().manual_seed(0))
-    tokens = [first if config.bos_id is None else torch.full((ROWS, 1), config.bos_id)]
-    with torch.inference_mode():
-        cache = make_cache(model, ROWS, length)
-        for i in tqdm(range(length - 1), "writing a text", leave=False, delay=1, disable=None):
-            logits = model(tokens[-1], torch.full((ROWS, 1), i), cache, i + 1)
-            tokens.append(generate.sample(logits[:, -1], model.comm, sampler)[:, None])
-            if tokens[-1].min() < 0:
-                raise InputError(f"{folder} computes logits that are NaN or infinite")
-    return torch.cat(tokens, dim=1)
+    model = generate.load_model(config, folder, None, World(0, 1, torch.device("cpu")))
+    first = [[config.bos_id]] * ROWS
+    if config.bos_id is None:
+        first = torch.randint(config.vocab_size, (ROWS, 1), generator=torch.Generator().manual_seed(0)).tolist()
+    runner = generate.Runner(model, make_cache(model, ROWS, length))
+    generation = generate.Generation(runner, first, length - 1, Sampler(1.0))
+    with naming(folder):
+        for _ in tqdm(generation, "writing a text", length - 1, leave=False, delay=1, disable=None):
+            pass
+    return torch.tensor(generation.sequences)
 
 
 def read_tokens(args, config):
@@ -62,6 +59,9 @@ def read_tokens(args, config):
     if wiring.reads_partials or wiring.loop is not residual_loop:
         print(f"wiring {config.wiring}: quantized without a text", file=sys.stderr)
         return None
+    text = args.text or "a text that the model now writes"
+    words = f"its errors are measured on {text}: 10 to 15 minutes for 10^9 weights (--text none takes less)"
+    print(words, file=sys.stderr)
     if not args.text:
         return own_text(args.checkpoint, config, length)
     tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
@@ -202,10 +202,9 @@ def main(argv=None):
     config, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     not_quantized = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
-    int8 = ("tok_embeddings",) if args.mode == "int4" and config.tie_embeddings else ()
-    int8 = tuple(name for name in int8 if name not in not_quantized)
-    form = {"quant": args.mode, "group_size": group_size, "not_quantized": not_quantized, "int8": int8}
-    new = dataclasses.replace(config, **form)
+    tied = args.mode == "int4" and config.tie_embeddings and "tok_embeddings" not in not_quantized
+    form = {"quant": args.mode, "group_size": group_size, "not_quantized": not_quantized}
+    new = dataclasses.replace(config, **form, int8=("tok_embeddings",) if tied else ())
     shard_plan(new, 0, new.named_wiring.shards())  # raises InputError for lanes that would cut groups
     for name, shape in writing.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
@@ -213,14 +212,10 @@ def main(argv=None):
     for name, parameter in build(new).named_parameters():
         new_form = name.endswith(("scales", "zeros")) or parameter.itemsize == 1
         sizes[name] = parameter.nbytes if new_form else before[name]
-    if not any(name.endswith("scales") for name in sizes):
-        raise InputError(f"--keep {args.keep} leaves nothing to quantize")
     n, total = sum(name.endswith("scales") for name in sizes), sum(before.values())
+    if not n:
+        raise InputError(f"--keep {args.keep} leaves nothing to quantize")
     print(f"quantizing {n} matrices, of {total / 1e6:,.1f} MB in all, to {args.mode} ...", file=sys.stderr, flush=True)
-    if args.mode == "int4" and args.text != "none":
-        text = "a text that the model now writes" if args.text is None else args.text
-        words = f"its errors are measured on {text}: 10 to 15 minutes for 10^9 weights (--text none takes less)"
-        print(words, file=sys.stderr)
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
     with outputs.new_folder(args.out) as folder:
         writing.write_config(folder, new)

@@ -16,8 +16,6 @@ import sys
 import tempfile
 from functools import partial
 
-import ladder.openmp  # noqa: F401 (before torch loads)
-
 import numpy
 import torch
 
@@ -48,19 +46,24 @@ KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens"}
 # Each returns prepare(kind, n), which returns a function that runs that case, and the bytes that our decode step reads.
 
 
+def step_of(model, kind, n, compile=False):
+    """Return (a function that runs a decode step of n rows, or a prefill of n tokens, again and again; its cache)."""
+    batch, length = (n, FILLED) if kind == "decode" else (1, n)
+    runner = Runner(model, make_cache(model, batch, length + 1), compile)
+    return replays(runner, *pad([[1] * length] * batch, runner.device))[kind], runner.cache
+
+
 def ours(config, kind, args):
     if kind.startswith("int"):
         config = dataclasses.replace(config, quant=kind, group_size=64 if kind == "int4" else None)
     model, compile = load_model(config, args.checkpoint, "bfloat16", WORLD), kind != "eager"
 
     def prepare(kind, n):
-        batch, length = (n, FILLED) if kind == "decode" else (1, n)
-        runner = Runner(model, make_cache(model, batch, length + 1), compile)
-        run = replays(runner, *pad([[1] * length] * batch, runner.device))[kind]
+        run, cache = step_of(model, kind, n, compile)
         torch.compiler.set_stance("default")
         run()  # compiles
         torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # as generate.py does
-        return run, step_bytes(model, runner.cache, FILLED + 1) if kind == "decode" else None
+        return run, step_bytes(model, cache, FILLED + 1) if kind == "decode" else None
 
     return prepare
 
@@ -199,10 +202,11 @@ def parse(argv):
     args.engines = args.engines or ["ours"]
     if unknown := {*args.engines}.difference(ENGINES):
         raise InputError(f"--engines: unknown {unknown.pop()!r}; known: {', '.join(ENGINES)}")
-    if bool(args.checkpoint) != bool(args.gguf) and llama_cpp in map(ENGINES.get, args.engines):
+    with_llama_cpp = llama_cpp in map(ENGINES.get, args.engines)
+    if bool(args.checkpoint) != bool(args.gguf) and with_llama_cpp:
         raise InputError("--checkpoint and --gguf: llama.cpp needs both or neither, so that the models are the same")
     size = named_size(args.model)
-    if size.find(Mixture) and not size.find(Latent) and llama_cpp in map(ENGINES.get, args.engines):
+    if size.find(Mixture) and not size.find(Latent) and with_llama_cpp:
         raise InputError(
             f"--model {args.model} is a mixture without latent attention, which is not written for llama.cpp"
         )
@@ -275,7 +279,7 @@ def cell(line, row):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = [line for path in args.show for line in results.read(path, "engine", "bandwidth")]
+        lines = results.read(args.show, "engine", "bandwidth")
         return print(tables([line for line in lines if not args.engines or line["engine"] in args.engines]))
     lines = []
     for line in measure(args):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ladder import outputs
-from ladder.benchmarking import environment, in_turns, markdown, timed
+from ladder.benchmarking import environment, in_turns, pivot, timed
 from ladder.command_line import flags
 from ladder.errors import first_line
 from ladder.kernels import quant_kernels
@@ -40,14 +40,18 @@ def ours(linear):
     return linear
 
 
+def floats(linear):
+    return dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16)
+
+
 def bfloat16(linear):
-    w = dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16)
+    w = floats(linear)
     return lambda x: F.linear(x, w)
 
 
 def dequantized(linear):
     """All weights are turned into floats at each product."""
-    return lambda x: F.linear(x, dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16))
+    return lambda x: F.linear(x, floats(linear))
 
 
 def gemlite(linear):
@@ -63,7 +67,7 @@ def torchao(packing, linear):
 
     K, N = linear.in_features, linear.out_features
     plain = torch.nn.Linear(K, N, bias=False, device=linear.weight.device, dtype=torch.bfloat16)
-    plain.weight.data.copy_(dequantize(linear.weight, linear.scales, linear.zeros, torch.bfloat16))
+    plain.weight.data.copy_(floats(linear))
     quantize_(plain, Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=packing))
     return plain
 
@@ -122,8 +126,8 @@ def main(argv=None):
     if args.json:
         for line in lines:
             outputs.append_line(args.json, line)
-    table = [[name, *(f"{x['us']:.0f}" for x in lines if x["way"] == name)] for name in {x["way"]: 0 for x in lines}]
-    print("us of a layer's products\n\n" + markdown(["way", *(f"{n} rows" for n in ROWS)], table))
+    way, rows, us = lambda x: (x["way"],), lambda x: f"{x['rows']} rows", lambda x, _: f"{x['us']:.0f}"
+    print("us of a layer's products\n\n" + pivot(["way"], lines, way, rows, us))
 
 
 if __name__ == "__main__":

@@ -6,72 +6,58 @@ The checkpoint is loaded. A made mixture of 48 layers with so many tiny experts,
 converted and loaded.
 """
 
-import json
 import tempfile
-import time
 from pathlib import Path
-
-import ladder.openmp  # noqa: F401 (before torch loads)
+from types import SimpleNamespace
 
 import torch
-from safetensors.torch import save_file
 
 import convert_hf_checkpoint
 import generate
+from extras.export.to_hf import convert_to_hf
 from ladder import outputs
-from ladder.benchmarking import environment
+from ladder.architectures.heads import Heads
+from ladder.architectures.mixture import Mixture
+from ladder.benchmarking import environment, timed
 from ladder.checkpoints import checkpoint
 from ladder.command_line import flags
 from ladder.ranks import launch
 from ladder.ranks.world import World
+from model import Config, build
 
-LAYERS, DIM, HEAD_DIM, VOCAB = 48, 32, 16, 64
+LAYERS = 48
+WORLD = World(0, 1, torch.device("cpu"))
 
 
 def make_mixture(folder, n_experts):
     """Write a Hugging Face folder of a tiny Qwen3-MoE with random weights."""
-    config = {
-        "model_type": "qwen3_moe", "hidden_size": DIM, "intermediate_size": DIM, "moe_intermediate_size": 8,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": HEAD_DIM,
-        "vocab_size": VOCAB, "num_experts": n_experts, "num_experts_per_tok": 2, "norm_topk_prob": True,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True,
-    }  # fmt: skip
-    shapes = {"model.embed_tokens": (VOCAB, DIM), "model.norm": (DIM,)}
-    layer = {"input_layernorm": (DIM,), "post_attention_layernorm": (DIM,), "mlp.gate": (n_experts, DIM)}
-    layer |= {"self_attn.q_norm": (HEAD_DIM,), "self_attn.k_norm": (HEAD_DIM,), "self_attn.q_proj": (2 * HEAD_DIM, DIM)}
-    layer |= {f"self_attn.{name}_proj": (HEAD_DIM, DIM) for name in "kv"} | {"self_attn.o_proj": (DIM, 2 * HEAD_DIM)}
-    for expert in range(n_experts):
-        layer |= {f"mlp.experts.{expert}.{name}_proj": (8, DIM) for name in ("gate", "up")}
-        layer[f"mlp.experts.{expert}.down_proj"] = DIM, 8
-    for i in range(LAYERS):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    tensors = {f"{name}.weight": torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    architecture = Heads(qk_norm=True), Mixture(n_experts, experts_per_token=2, expert_size=8)
+    config = Config(LAYERS, 2, 1, 16, 32, 32, 64, 64, tie_embeddings=True, architecture=architecture)
+    weights = {name: torch.randn(each.shape) for name, each in build(config).named_parameters()}
+    convert_to_hf(SimpleNamespace(read=weights.get), config, folder, torch.bfloat16, shard_bytes=2**30)
 
 
 def measure(folder, n_experts):
     """Return the result of a case: the checkpoint in the folder, or a mixture that is made in it."""
-    seconds, source, checkpoint_folder = {}, folder, folder
+    seconds, checkpoint_folder = {}, folder
     if n_experts:
         make_mixture(folder, n_experts)
         checkpoint_folder = folder / "converted"
-        start = time.perf_counter()
-        convert_hf_checkpoint.main([str(folder), "--out", str(checkpoint_folder)])
-        seconds["convert_s"] = time.perf_counter() - start
-    start = time.perf_counter()
-    weights = checkpoint.Weights(source)
-    seconds["open_s"] = time.perf_counter() - start
+        words = [str(folder), "--out", str(checkpoint_folder)]
+        seconds["convert_s"] = timed("cpu", lambda: convert_hf_checkpoint.main(words))
+    seconds["open_s"] = timed("cpu", lambda: checkpoint.Weights(folder))
+    weights = checkpoint.Weights(folder)
     names = weights.names()[:1000]
-    start = time.perf_counter()
-    for name in names:
-        weights.read(name)
-    seconds["ms_per_read"] = 1e3 * (time.perf_counter() - start) / len(names)
-    start = time.perf_counter()
-    config = checkpoint.read_config(checkpoint_folder)
-    generate.load_model(config, checkpoint_folder, None, World(0, 1, torch.device("cpu")))
-    seconds["load_s"] = time.perf_counter() - start
-    return {"tensors": len(weights.names())} | seconds
+
+    def read():
+        for name in names:
+            weights.read(name)
+
+    def load():
+        generate.load_model(checkpoint.read_config(checkpoint_folder), checkpoint_folder, None, WORLD)
+
+    seconds["ms_per_read"] = 1e3 * timed("cpu", read) / len(names)
+    return {"tensors": len(weights.names())} | seconds | {"load_s": timed("cpu", load)}
 
 
 def main(argv=None):
@@ -85,7 +71,7 @@ def main(argv=None):
         with tempfile.TemporaryDirectory() as made:
             result = measure(Path(made if n_experts else args.checkpoint), n_experts)
         print(name, result, flush=True)
-        line = {"case": "loading", "model": name} | result | environment(World(0, 1, torch.device("cpu")))
+        line = {"case": "loading", "model": name} | result | environment(WORLD)
         outputs.append_line(args.json, line)
 
 

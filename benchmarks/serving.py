@@ -17,11 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import ladder.openmp  # noqa: F401 (before torch loads)
 
 import torch
 
@@ -35,43 +33,41 @@ from ladder.ranks.world import World
 TEXT = "the a dog cat girl boy park big small red ran saw said then they happy sad house tree water"
 
 
-def ask(port, body, events):
-    """Send a request that streams; append the time at which each event came, and at the end its number of tokens."""
+def ask(port, body):
+    """Send a request that streams; return (the time at which each event came, its number of tokens)."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    last = b""
+    times, last = [], "{}"
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
-            events.append(time.perf_counter())
-            last = line
-    usage = json.loads(last.removeprefix(b"data: ") or "{}").get("usage")
-    events.append(usage and usage["completion_tokens"])
+            times.append(time.perf_counter())
+            last = line.removeprefix(b"data: ")
     connection.close()
+    usage = json.loads(last).get("usage")
+    return times, usage and usage["completion_tokens"]
 
 
 def measure(args, streams, seeds, port):
     """Return the result of one round of a server. Raises InputError if it refuses."""
-    choose, results = random.Random(next(seeds)), [[] for _ in range(streams)]
+    choose = random.Random(next(seeds))
     body = {"max_tokens": args.new_tokens, "temperature": args.temperature, "stream": True} | json.loads(args.body)
     body["stream_options"] = {"include_usage": True}
-    prompts = [" ".join(choose.choices(TEXT.split(), k=args.words)) for _ in results]  # which no server has seen
-    threads = [
-        threading.Thread(target=ask, args=(port, body | {"prompt": prompt, "seed": i}, events))
-        for i, (prompt, events) in enumerate(zip(prompts, results, strict=True))
-    ]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - start
-    if not all(events and events[-1] for events in results):
+    prompts = [" ".join(choose.choices(TEXT.split(), k=args.words)) for _ in range(streams)]  # which no server has seen
+    bodies = [body | {"prompt": prompt, "seed": i} for i, prompt in enumerate(prompts)]
+    with ThreadPoolExecutor(streams) as pool:
+        start = time.perf_counter()
+        try:
+            times, tokens = zip(*pool.map(functools.partial(ask, port), bodies), strict=True)
+        except OSError as e:
+            raise InputError(f"--servers: the one at port {port}: {e}") from None
+        seconds = time.perf_counter() - start
+    if not all(tokens):
         raise InputError(f"--servers: the one at port {port} answers without tokens")
-    begun = max(events[0] for events in results)
-    gaps = [b - a for *times, _, _ in results for a, b in zip(times, times[1:], strict=False) if a >= begun]
+    begun = max(first for first, *_ in times)
+    gaps = [b - a for *each, _ in times for a, b in itertools.pairwise(each) if a >= begun]
     return {
-        "tok_s": sum(events[-1] for events in results) / seconds,
-        "ttft_ms": 1e3 * statistics.median(events[0] - start for events in results),
+        "tok_s": sum(tokens) / seconds,
+        "ttft_ms": 1e3 * statistics.median(first - start for first, *_ in times),
         "step_ms": 1e3 * statistics.median(gaps) if gaps else None,
     }
 

@@ -37,9 +37,8 @@ def traced(run, device):
 
 def step_of(short, long):
     """Return {kernel: (calls, microseconds)} of a step, the longest first, from what traced() returned of two runs."""
-    step = {name: tuple((more[name] - some[name]) / STEPS for some, more in zip(short, long, strict=True))
-            for name in long[0]}  # fmt: skip
-    return dict(sorted(((k, v) for k, v in step.items() if v[0] > 0), key=lambda item: -item[1][1]))
+    calls, us = (more - some for some, more in zip(short, long, strict=True))  # without those of no call more
+    return {name: (calls[name] / STEPS, us[name] / STEPS) for name in sorted(calls, key=lambda name: -us[name])}
 
 
 def table(kernels, step_us):

@@ -18,18 +18,16 @@ import subprocess
 import time
 from pathlib import Path
 
-import ladder.openmp  # noqa: F401 (before torch loads)
-
 import torch
 
 import generate
+from benchmarks.decode import step_of
 from extras.measure import results
-from extras.measure.exposed import replays
 from ladder import outputs
 from ladder.benchmarking import environment, in_turns, pivot, quartiles, timed
 from ladder.command_line import flags
 from ladder.command_line.flags import count
-from ladder.decoding.batch import Sampler, make_cache, pad
+from ladder.decoding.batch import Sampler
 from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks import launch
@@ -40,7 +38,6 @@ from tp import TensorParallel
 
 CASES = [("decode", 1), ("decode", 4), ("prefill", 256)]  # rows of a decode step, tokens of a prefill
 WAYS = [*itertools.product(("library", "int8"), ("standard", "ladder")), ("none", "upper-bound")]
-FILLED = 128  # slots of the cache before a decode step
 STEPS = {"decode": 5, "prefill": 1}  # that are timed together
 TURNS = {"decode": 5, "prefill": 1}  # of a round: a decode step is short, so that a moment's disturbance hits one way
 SENT = Path("/sys/class/net/link0/statistics/tx_bytes")  # of this rank's end of the link
@@ -58,9 +55,7 @@ def make_ways(args, world):
         model.config = rewired(config, wiring)
         model.comm = TensorParallel(model.config, world.shares, world.groups[comm])
         model.comm.slow_link = base.comm.slow_link
-        rows, length = (n, FILLED) if kind == "decode" else (1, n)
-        runner = generate.Runner(model, make_cache(model, rows, length + 1))
-        run = replays(runner, *pad([[1] * length] * rows, world.device))[kind]
+        run, _ = step_of(model, kind, n)
         ways[comm, wiring, kind, n] = functools.partial(measure, world, model.comm, run, STEPS[kind])
     return ways
 
@@ -83,31 +78,31 @@ def measure(world, comm, run, steps):
 def run_peer(world, folder):
     """Return distributed-llama's {(kind, n): [{"ms", "bytes"}]}, or {} on rank 1, which runs its worker."""
     world.gather(None)
-    program, port, found = f"{folder}/dllama", "19990", {}
+    program = f"{folder}/dllama"
     if world.rank == 1:
-        where = "worker", "--host", "10.77.0.2", "--port", port, "--nthreads", "1"
-        worker = subprocess.Popen([program, *where], stdout=subprocess.DEVNULL)
-    else:
-        time.sleep(2)  # until the worker listens
-        words = ["inference", "--model", "model.m", "--tokenizer", "tokenizer.t", "--buffer-float-type", "q80"]
-        words += ["--prompt", PROMPT, "--steps", "320", "--max-seq-len", "1024", "--temperature", "0", "--seed", "1"]
-        words += ["--nthreads", "1", "--workers", f"10.77.0.2:{port}"]
-        run = subprocess.run(
-            [program, *words], cwd=folder, capture_output=True, text=True, errors="replace", timeout=600
-        )
-        text = run.stdout
-        line = r"{} *(\d+) ms Sync *(\d+) ms \| Sent *(\d+) kB"  # Sync comes on top
-        tokens = [(int(ms) + int(sync), int(kb)) for ms, sync, kb in re.findall(line.format("Pred"), text)]
-        chunks = [(int(ms) + int(sync), int(kb)) for ms, sync, kb in re.findall(line.format("Eval"), text)]
-        if run.returncode or not tokens or not chunks:
-            raise InputError(f"--peer {folder}: {program} failed: {(run.stderr or text)[-300:]}")
-        found["decode", 1] = [{"ms": ms, "bytes": 1024 * kb} for ms, kb in tokens]
-        found["prefill", 256] = [{"ms": sum(ms for ms, _ in chunks), "bytes": 1024 * sum(kb for _, kb in chunks)}]
-    world.gather(None)  # rank 0 is done
-    if world.rank == 1:
+        words = "worker --host 10.77.0.2 --port 19990 --nthreads 1"
+        worker = subprocess.Popen([program, *words.split()], stdout=subprocess.DEVNULL)
+        world.gather(None)  # rank 0 is done
         worker.kill()
         worker.wait()
-    return found
+        return {}
+    time.sleep(2)  # until the worker listens
+    words = "inference --workers 10.77.0.2:19990 --nthreads 1 --model model.m --tokenizer tokenizer.t "
+    words += f"--buffer-float-type q80 --prompt {PROMPT} --steps 320 --max-seq-len 1024 --temperature 0 --seed 1"
+    how = {"cwd": folder, "capture_output": True, "text": True, "errors": "replace", "timeout": 600}
+    run = subprocess.run([program, *words.split()], **how)
+
+    def times(name):
+        line = name + r" *(\d+) ms Sync *(\d+) ms \| Sent *(\d+) kB"  # Sync comes on top
+        some = re.findall(line, run.stdout)
+        return [{"ms": int(ms) + int(sync), "bytes": 1024 * int(kb)} for ms, sync, kb in some]
+
+    tokens, chunks = times("Pred"), times("Eval")
+    if run.returncode or not tokens or not chunks:
+        raise InputError(f"--peer {folder}: {program} failed: {(run.stderr or run.stdout)[-300:]}")
+    world.gather(None)
+    prompt = {key: sum(chunk[key] for chunk in chunks) for key in chunks[0]}
+    return {("decode", 1): tokens, ("prefill", 256): [prompt]}
 
 
 def lines_of(args, world):
@@ -138,19 +133,22 @@ def lines_of(args, world):
 
 
 def show(lines):
-    """Print a table: a row for each case and link, a column for each way."""
+    """Print tables of milliseconds and of sent kilobytes: a row for each case and link, a column for each way."""
 
-    def cell(line, row):
-        return f"{line['step_ms']:.1f} ({line['quartiles_ms'][0]:.1f}-{line['quartiles_ms'][1]:.1f})"
+    def case(line):
+        return f"{line['kind']} {line['n']}", line["link"]["name"]
 
     def way(line):
         return line["wiring"] + (f", {line['comm']}" if line["comm"] in ("library", "int8") else "")
 
-    head = ["case", "link"]
-    print(pivot(head, lines, lambda line: (f"{line['kind']} {line['n']}", line["link"]["name"]), way, cell))
-    print()
-    print(pivot(head, lines, lambda line: (f"{line['kind']} {line['n']}", line["link"]["name"]), way,
-                lambda line, row: f"{line['sent_bytes'] / 1000:.1f}"))  # fmt: skip
+    def ms(line, _):
+        return f"{line['step_ms']:.1f} ({line['quartiles_ms'][0]:.1f}-{line['quartiles_ms'][1]:.1f})"
+
+    def sent(line, _):
+        return f"{line['sent_bytes'] / 1000:.1f}"
+
+    tables = (pivot(["case", "link"], lines, case, way, cell) for cell in (ms, sent))
+    print("\n\n".join(tables))
 
 
 def main(argv=None):
@@ -163,7 +161,7 @@ def main(argv=None):
     flags.add_json_flag(p, "a line for each way")
     args = p.parse_args(argv)
     if args.show:
-        return show([line for path in args.show for line in results.read(path, "sent_bytes")])
+        return show(results.read(args.show, "sent_bytes"))
     world = launch.join("cpu", {"comm": "library"})
     lines = lines_of(args, world)
     if world.rank == 0:

@@ -5,9 +5,10 @@ python -m extras.export demo --out hf/demo
 
 import contextlib
 import dataclasses
-import math
 import shutil
 from pathlib import Path
+
+import torch
 
 from ladder import outputs
 from ladder.architectures.heads import Heads
@@ -152,28 +153,28 @@ def config_to_hf(config, dtype):
     return family or {**own_family(config), **hf}
 
 
-def ungroup(wqkv, config):
-    """Return (q, k, v) of wqkv: the inverse of huggingface.group."""
+def tensors_in_hf(name, tensor, config):
+    """Return the tensors that ours becomes, as names_in_hf orders them: q, k and v (see huggingface.group), experts."""
+    if ".wqkv." not in name:
+        return tensor if ".experts." in name else [tensor]
     queries = config.n_heads // config.n_kv_heads * config.head_dim
-    parts = wqkv.unflatten(0, (config.n_kv_heads, -1)).split([queries, config.head_dim, config.head_dim], dim=1)
+    parts = tensor.unflatten(0, (config.n_kv_heads, -1)).split([queries, config.head_dim, config.head_dim], dim=1)
     return [t.flatten(0, 1) for t in parts]
 
 
 def convert_to_hf(source, config, folder, dtype, shard_bytes):
     """Write a Hugging Face folder from our checkpoint's weights, with one file in memory at a time."""
     hf = config_to_hf(config, dtype)
-    ours, sizes = {}, {}  # by Hugging Face's name: (our name, index among q, k and v or experts), bytes
+    ours, sizes = {}, {}  # by Hugging Face's name: (our name, index among what it becomes), bytes
     for name, shape in writing.shapes(config).items():
-        names = names_in_hf(name, config, hf["model_type"])
-        parts = [config.n_heads, config.n_kv_heads, config.n_kv_heads] if ".wqkv." in name else [1] * len(names)
-        for i, hf_name in enumerate(names):
+        tensors = tensors_in_hf(name, torch.empty(shape, dtype=dtype, device="meta"), config)
+        for i, hf_name in enumerate(names_in_hf(name, config, hf["model_type"])):
             ours[hf_name] = name, i
-            sizes[hf_name] = math.prod(shape) * parts[i] // sum(parts) * dtype.itemsize
+            sizes[hf_name] = tensors[i].nbytes
 
     def read(hf_name):
         name, i = ours[hf_name]
-        tensor = source.read(name).to(dtype)
-        return ungroup(tensor, config)[i] if ".wqkv." in name else tensor[i] if ".experts." in name else tensor
+        return tensors_in_hf(name, source.read(name).to(dtype), config)[i]
 
     writing.write_weights(folder, sizes, read, shard_bytes)
     writing.write_json(folder / "config.json", hf)

@@ -123,14 +123,11 @@ class Times(NamedTuple):
     norm_sum: float = 0.0
 
 
-def sum_bytes(count, dtype, comm):
-    """Return the bytes of a sum of so many numbers, as --comm int8 sends them, or in the model's dtype."""
-    return eight_bits.message_bytes(count) if comm == "int8" else count * dtype.itemsize
-
-
 def times_of(config, work, dtype, tp_size, batch, machine, link, comm="library"):
     """Return the Times of a decode step over a Link. work: decode_work's. comm: one of COMMS."""
-    all_reduce = link.seconds(sum_bytes(batch * config.dim, dtype, comm), tp_size)
+    count = batch * config.dim
+    n_bytes = eight_bits.message_bytes(count) if comm == "int8" else count * dtype.itemsize
+    all_reduce = link.seconds(n_bytes, tp_size)
     gather = link.seconds(16 * batch * tp_size, tp_size, passes=1)  # a logit and an id from each rank
     norm_sum = link.seconds(16 * batch, tp_size) if norms_over_ranks(config) else 0.0  # two sums of squares of each row
     return Times(*map(machine.seconds, work.values()), all_reduce, gather, link.flight, norm_sum)

@@ -27,16 +27,16 @@ def run(group, x, count):
         ops.wait_tensor(ops.all_reduce_(x, "sum", group.group_name))
 
 
-def all_reduces(world, group, seconds=0.5):
-    """Return [{bytes, us, gbps on the wire}], medians of 9 runs, which together take about `seconds` for each size."""
+def all_reduces(world):
+    """Return [{bytes, us, gbps on the wire}], medians of 9 runs, which together take about 0.5 s for each size."""
     lines, calls = [], 9 * (QUEUED + 1) if world.device.type == "cuda" else 9
     for n_bytes in MESSAGE_BYTES:
         x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
-        three = functools.partial(run, group, x, 3)
+        three = functools.partial(run, world.group, x, 3)
         timed(world.device, three)
         once = max(world.gather(timed(world.device, three) / 3))  # the slowest rank's, so that all count alike
-        count = max(1, min(200, int(seconds / calls / once)))
-        many = functools.partial(run, group, x, count)
+        count = max(1, min(200, int(0.5 / calls / once)))
+        many = functools.partial(run, world.group, x, count)
         median = statistics.median(timed(world.device, many) for _ in range(9)) / count
         wire = 8 * n_bytes * 2 * (world.tp_size - 1) / world.tp_size
         lines.append({"bytes": n_bytes, "us": 1e6 * median, "gbps": 1e-9 * wire / median})
@@ -51,7 +51,7 @@ def main(argv=None):
     args = p.parse_args(argv)
     world = launch.join(args.device, vars(args))
     result = {"bandwidth": world.gather(benchmarking.read_bandwidth(world.device, world))}
-    result["all_reduce"] = all_reduces(world, world.group) if world.group else []
+    result["all_reduce"] = all_reduces(world) if world.group else []
     if world.rank > 0:
         return
     environment = benchmarking.environment(world)

@@ -123,13 +123,14 @@ def show(lines, figure):
     if figure and len(settings) > 1:
         raise InputError(f"--plot draws lines of one setting; these have {len(settings)}")
     if figure:
-        plot.draw(figure, title, lines)
+        axes = {"xlabel": "one all-reduce, ms", "ylabel": "times as fast as standard"}
+        plot.draw(figure, title, plot.by_link(lines), **axes)
 
 
 def table(lines):
     def row(line):
         mine = [one for one in lines if one["link"]["name"] == line["link"]["name"]]
-        whole = [one for one in mine if not one["wiring"].endswith((" chunks", " parts"))] or mine
+        whole = [one for one in mine if not one["wiring"].endswith(" parts")] or mine
         ms = statistics.median(one["all_reduce_ms"] for one in whole)
         return line["link"]["name"], f"{ms:.{2 if line['device'] == 'cpu' else 3}f}"
 
@@ -153,7 +154,7 @@ def cell(line, row):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = [line for path in args.show for line in results.read(path, "limit_ms")]
+        lines = results.read(args.show, "limit_ms")
         return show([line for line in lines if not args.wiring or line["wiring"] in args.wiring], args.plot)
     joined = launch.join(args.device, vars(args))
     first = max(args.link, key=lambda one: one.seconds(1, 2))  # a free one if there is no other

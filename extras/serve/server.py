@@ -65,14 +65,15 @@ class Listener(socket.socket):
     warned = False
 
     def accept(self):
-        most, (connection, address) = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES, super().accept()
-        while connection.fileno() >= most:  # a new file gets the lowest free number
-            if not self.warned:
-                LOG.error("connections are refused while %d files are open: see ulimit -n", most)
-            self.warned = True
-            connection.close()
-            connection, address = super().accept()
-        return connection, address
+        connection, address = super().accept()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES
+        if connection.fileno() < most:  # a new file gets the lowest free number
+            return connection, address
+        connection.close()
+        if not self.warned:
+            LOG.error("connections are refused while %d files are open: see ulimit -n", most)
+        self.warned = True
+        raise ConnectionAbortedError  # asyncio waits for the next one
 
 
 class Connection(H11Protocol):

@@ -114,14 +114,13 @@ def freeze(model, original, train):
     original: the Config of the weights' own wiring. train: "all", "above" or "outputs".
     """
     first = partials.first_rewired(original, model.config)
-    changes = original.layer_wirings != model.config.layer_wirings
     if train != "all":
         model.first_sublayer = partials.sublayers_below(model.config, first)
     for name, parameter in model.named_parameters():
         layer = int(name.split(".")[1]) if name.startswith("layers.") else model.config.n_layers
         below = layer < first or name.startswith("tok_embeddings")  # a tied head is the embedding's
         other = "norm" not in name and not name.removesuffix(".bias").removesuffix(".weight").endswith(("wo", "w2"))
-        chooses = ".router." in name and changes or name.endswith("expert_bias")
+        chooses = ".router." in name and first < model.config.n_layers or name.endswith("expert_bias")
         if (train != "all" and below) or (train == "outputs" and other) or chooses:
             parameter.requires_grad_(False)
 

@@ -7,8 +7,6 @@ The prompts are made of nouns and templates. A chat template, if the checkpoint 
 
 import os
 
-import ladder.openmp  # noqa: F401 (before torch loads)
-
 import torch
 
 import generate
@@ -38,10 +36,10 @@ TEMPLATES = (
 def prompts(tokenizer, n):
     """Return n prompts as ids, spread over the nouns; they repeat after 200."""
     texts = [template.format(noun) for noun in NOUNS for template in TEMPLATES]
-    encode = tokenizer.encode
+    texts = [texts[i * len(texts) // n] for i in range(n)]
     if tokenizer.template:
-        encode = lambda text: tokenizer.chat([{"role": "user", "content": text}])  # noqa: E731
-    return [encode(texts[i * len(texts) // n]) for i in range(n)]
+        return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    return [tokenizer.encode(text) for text in texts]
 
 
 def answers(model, prompts, n):

@@ -8,8 +8,6 @@ layers below the first rewired one are not computed again. Every other window of
 losses that are printed are those of the others. Retraining (adapt.py) then takes --wiring with the printed wiring.
 """
 
-import ladder.openmp  # noqa: F401 (before torch loads)
-
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -80,22 +78,21 @@ class Scorer:
     def keep(self, layers):
         """Let later scores begin from the partials of the model with these layers rewired."""
         recorded = []
-        for _ in self.log_probabilities(layers, recorded):
-            break
+        next(self.log_probabilities(layers, recorded))
         self.base = frozenset(layers), recorded
 
 
-def choose(scorer, n, show=False):
+def choose(scorer, n):
     """Return ([layer, ...] in the order in which they were added, {layer: KL of each alone}).
 
     Each time that layer is added with which the KL divergence grows least. What a layer added when it was last tried
     is taken as the least that it adds now, so that few are tried again; that is usually so, but not certain.
     """
     alone = {}
-    for layer in tqdm(range(scorer.original.n_layers), "each layer alone", disable=None if show else True):
+    for layer in tqdm(range(scorer.original.n_layers), "each layer alone", disable=None):
         alone[layer] = scorer.score({layer})[0]
     chosen, now, growth = [], 0.0, dict(alone)
-    for _ in tqdm(range(n), "choosing", disable=None if show else True):
+    for _ in tqdm(range(n), "choosing", disable=None):
         tried = {}
         while growth.keys() - tried.keys():
             layer = min(growth.keys() - tried.keys(), key=growth.get)
@@ -118,7 +115,7 @@ def parse(argv):
     p.add_argument("--max-tokens", type=from_two, default=2000, metavar="N", help="of the text (default: 2000)")
     p.add_argument("--window", type=from_two, default=256, metavar="N", help="tokens of a window (default: 256)")
     p.add_argument("--dtype", **flags.one_of(checkpoint.DTYPES), help="default: the checkpoint's own")
-    p.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if there is a GPU, else cpu")
+    flags.add_rank_flags(p, comm=False)
     p.add_argument("--plot", metavar="FILE", help="draw the losses as a .png or .svg")
     flags.add_json_flag(p, "the results")
     g = p.add_argument_group("predicted speed")
@@ -143,10 +140,11 @@ def read(args):
     """Return (the model's Config, rows of token ids to choose by, rows to report). Raises InputError."""
     config = writing.read_original(args.checkpoint)
     with naming("--wiring"):
-        wired = rewired(config, args.wiring).named_wiring
-        whole = rewired(config, args.wiring).parsed.parameter is None and wired.takes_layers
+        chosen = rewired(config, args.wiring)
+        wired = chosen.named_wiring
         if (
-            not whole
+            chosen.parsed.parameter is not None
+            or not wired.takes_layers
             or wired.blocks > 1
             or wired.reads_partials
             or wired.left_out() != find_wiring("standard")
@@ -174,7 +172,7 @@ def main(argv=None):
         raise InputError("layers are chosen by one process: start it without torchrun")
     config, rows, others = read(args)
     model = generate.load_model(config, args.checkpoint, args.dtype, world)
-    chosen, alone = choose(Scorer(model, rows, args.wiring), args.layers, show=True)
+    chosen, alone = choose(Scorer(model, rows, args.wiring), args.layers)
     scorer, n = Scorer(model, others, args.wiring), config.n_layers
     sets = {"chosen": chosen, "last": [*range(n - 1, -1, -1)], "first": [*range(n)]}
     sets = {name: [sorted(order[:i]) for i in range(1, args.layers + 1)] for name, order in sets.items()}
@@ -188,7 +186,9 @@ def main(argv=None):
         words = f"{name} {args.layers}: {nats:.4f} nats ({nats - original:+.4f}), KL divergence {kl:.4f}"
         print(words + (f", predicted {speed:.2f} times as fast over {args.link.name}" if speed else "") + f": {wiring}")
     if args.plot:
-        plot.draw_losses(args.plot, f"{args.checkpoint}, layers as {args.wiring}, not retrained", original, curves)
+        series = {name: enumerate([original, *(nats for _, nats in each)]) for name, each in curves.items()}
+        title = f"{args.checkpoint}, layers as {args.wiring}, not retrained"
+        plot.draw(args.plot, title, series, xlabel="layers rewired", ylabel="nats per token")
     if args.json:
         line = {"checkpoint": config.wiring, "order": chosen, "alone": alone, "original": original, "curves": curves}
         outputs.append_line(args.json, line)

@@ -29,7 +29,11 @@ def main(argv=None):
     series = {name: points for path in args.logs for name, points in curves(path).items()}
     if not series:
         raise InputError(f"{', '.join(args.logs)}: no log has five validations with a teacher")
-    plot.draw_curves(args.plot, "retrained as ladders", series)
+    from matplotlib.scale import SymmetricalLogScale
+
+    axes = {"xlabel": "tokens of retraining", "ylabel": "KL divergence, nats per token", "yscale": "log"}
+    axes["xscale"] = SymmetricalLogScale(linthresh=1000)  # the first validation is at 0 tokens
+    plot.draw(args.plot, "retrained as ladders", series, **axes)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Text that a teacher writes itself, at temperature 1, to retrain on: adapt.py --own-text."""
 
+import functools
 import os
 
 import numpy as np
@@ -50,13 +51,15 @@ def write(path, config, args, world):
             raise InputError(f"--seq-len {size} is no longer than the {len(prompt)} tokens that begin each document")
     done = there // bytes_of_batch
     model = generate.load_model(config, args.distill, args.compute_dtype, world)
-    runner = generate.Runner(model, make_cache(model, min(ROWS, n), size))
+
+    @functools.lru_cache(1)  # all batches but the last one have as many rows
+    def runner_of(rows):
+        return generate.Runner(model, make_cache(model, rows, size))
+
     for batch in tqdm(range(done, -(-n // ROWS)), "writing", unit="batch", disable=None if world.rank == 0 else True):
         rows = min(ROWS, n - batch * ROWS)
-        if rows < min(ROWS, n):
-            runner = generate.Runner(model, make_cache(model, rows, size))
         sample = Sampler(1.0, seed=(args.seed * 1_000_003 + batch) % 2**64, device=world.device)
-        sequences = generate.generate(runner, [prompt] * rows, size - len(prompt), sample).sequences
+        sequences = generate.generate(runner_of(rows), [prompt] * rows, size - len(prompt), sample).sequences
         tokens = np.empty((rows, size), TOKEN)
         tokens["id"] = sequences
         tokens["document"] = FIRST_DOCUMENT + batch * ROWS + np.arange(rows)[:, None]

@@ -134,7 +134,7 @@ def test_a_new_wiring_is_measured(small, printed, monkeypatch):
 def test_the_figure(tmp_path, printed):
     lines = [line(w, ms, [ms, ms + 1], link={"name": n}, all_reduce_ms=x) for n, x in (("a", 2.0), ("b", 1.0))
              for w, ms in (("standard", 20.0), ("ladder", 10.0))]  # fmt: skip
-    assert plot.by_link(lines)["ladder"] == dict.fromkeys((2.0, 1.0), (2.0, 2 - 20 / 11, 0.0))
+    assert plot.by_link(lines)["ladder"] == [(ms, 2.0, 2 - 20 / 11, 0.0) for ms in (2.0, 1.0)]
     out, other = tmp_path / "x.jsonl", line("spd", 1.0, [1.0, 2.0], batch=2)
     write_lines(out, [*lines, other])
     printed(sweep, "--show", out, "--wiring", "standard", "ladder", "--plot", tmp_path / "x.svg")
