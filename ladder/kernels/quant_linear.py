@@ -109,6 +109,9 @@ class QuantLinear(nn.Module):
         self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if group_size else None
         self.register_parameter("bias", nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None)
 
+    def extra_repr(self):
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.quant}"
+
     @plain
     def forward(self, x):
         multiply = multiply_fp8 if self.quant == "fp8" else multiply_floats
