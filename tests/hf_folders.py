@@ -11,9 +11,8 @@ from running import run_main
 import convert_hf_checkpoint
 import generate
 from generate import Runner
-from ladder.checkpoints import checkpoint
 from ladder.decoding.batch import Sampler
-from ladder.sources import huggingface
+from ladder.sources.huggingface import config_from_hf
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,
@@ -88,11 +87,6 @@ MULTIMODAL = {
                                  "rope_parameters": HF_FAMILIES["ministral3"][1]["rope_parameters"]}),
     "gemma 3": ("Gemma3", {"model_type": "gemma3_text", **HF_FAMILIES["gemma3"][1]}),
 }  # fmt: skip
-
-
-def config_from_hf(path):
-    """The Config that a Hugging Face config.json, and the generation_config.json beside it, describes."""
-    return huggingface.read_config(checkpoint.read_json(path), path, huggingface.read_generation(path))[1]
 
 
 def hf_model(family, seed=0):

@@ -104,7 +104,8 @@ class Architecture:
         """Return (n, name, {linear: (dimension, [(offset, size), ...])}): what ranks share out in n units, or None.
 
         For example, of 16 heads with 4 rows each, (16, "heads", {"wq": (0, [(0, 4)])}): a rank of two holds the rows 0
-        to 32 or 32 to 64. Several parts are joined. name: of the units, in the plural, for messages.
+        to 32 or 32 to 64. Several parts are joined. name: of the units, in the plural, for messages. Where it names
+        wqkv and wo, as for heads that belong together in pairs, this is their plan, and there are at most n ranks.
         """
 
     def stays_float32(self, name):
@@ -144,6 +145,8 @@ class Architecture:
 
         Mostly a subclass of Renamed, whose join(name, tensor) changes some. All names begin with "model." or
         "lm_head."; norms have the family's names, fused projections are not split yet, and rotary embeddings of
-        neighbours turn q_proj and k_proj afterwards. `multiply` scales integers, too.
+        neighbours turn q_proj and k_proj afterwards. `multiply` scales integers, too. What is computed is returned in
+        float32. Rows of q_proj, k_proj and v_proj become KV-head groups afterwards: put heads that belong together side
+        by side here, and the columns of o_proj in the same order.
         """
         return source

@@ -186,6 +186,11 @@ def eos_ids(values, hf, generated):
     return tuple(dict.fromkeys(i for i in result if i not in (None, -1)))  # -1: no token
 
 
+def config_from_hf(path):
+    """Return the Config that a Hugging Face config.json, and the generation_config.json beside it, describes."""
+    return read_config(read_json(path), path, read_generation(path))[1]
+
+
 def read_generation(path):
     """Return the values of the generation_config.json beside a config.json, {} if there is none."""
     path = path.with_name("generation_config.json")
@@ -238,7 +243,7 @@ def our_values(hf):
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
         "head_dim": head_dim, "vocab_size": hf["vocab_size"],
-        "norm_eps": hf["layer_norm_eps"] if "layer_norm_eps" in hf else hf["rms_norm_eps"],
+        "norm_eps": next(hf[key] for key in ("layer_norm_eps", "norm_eps", "rms_norm_eps") if key in hf),
         **rotary, "tie_embeddings": hf["tie_word_embeddings"],
         "qkv_bias": hf.get("qkv_bias", hf.get("use_qkv_bias", attention_bias)),
         "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),

@@ -17,7 +17,6 @@ from hf_folders import (
     check_config_as_on_the_hub,
     check_family,
     check_parity,
-    config_from_hf,
     convert_hf,
     hf_model,
 )
@@ -37,6 +36,7 @@ from ladder.kernels import compiling
 from ladder.kernels.cpu import skinny_gemm
 from ladder.layers.attention_inputs import attention_metadata
 from ladder.memory import step_bytes
+from ladder.sources.huggingface import config_from_hf
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parity with transformers

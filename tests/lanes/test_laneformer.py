@@ -11,7 +11,6 @@ from collective_order import eager_order
 from configs import BASE, change
 from file_edits import write_json
 from helpers import last_logits, seeded, write_model
-from hf_folders import config_from_hf
 from laneformer import Laneformer
 from quantized_models import dequantized_state
 from running import run_main, run_ranks
@@ -21,6 +20,7 @@ import convert_hf_checkpoint
 import generate
 import quantize
 from ladder.checkpoints import checkpoint, writing
+from ladder.sources.huggingface import config_from_hf
 
 SHAPE = {
     "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,

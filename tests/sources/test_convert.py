@@ -32,7 +32,6 @@ from hf_folders import (
     check_config_as_on_the_hub,
     check_family,
     check_parity,
-    config_from_hf,
     config_from_values,
     convert,
     convert_hf,
@@ -46,6 +45,7 @@ from ladder.architectures.mixture import Mixture
 from ladder.checkpoints import checkpoint
 from ladder.errors import InputError
 from ladder.sources import config_values, families, huggingface
+from ladder.sources.huggingface import config_from_hf
 
 
 @pytest.mark.parametrize("family", [*HF_FAMILIES, *FOLDED])

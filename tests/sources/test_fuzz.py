@@ -12,10 +12,11 @@ from cases import slow_case
 from configs import change
 from file_edits import SECONDS, check_changes
 from helpers import ROOT, write_model
-from hf_folders import SMALL, config_from_hf
+from hf_folders import SMALL
 
 import tp
 from ladder.checkpoints import checkpoint
+from ladder.sources.huggingface import config_from_hf
 from ladder.text import tiktoken_ranks
 from ladder.text.tokenizer import load_tokenizer
 from model import Config, Transformer
