@@ -270,7 +270,10 @@ def as_defined_now(function):
 
     So `model.mlp_sublayer = mine`, from Python, also reaches the Wirings that were made with the former one.
     """
-    return getattr(sys.modules[function.__module__], getattr(function, "__name__", ""), function)
+    name = getattr(function, "__qualname__", "<partial>")
+    if "<" in name or hasattr(function, "__wrapped__"):  # a lambda, a closure or a decorated function is no name's
+        return function
+    return getattr(sys.modules.get(function.__module__), name, function)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +368,7 @@ def wirings_of_layers(config, n_layers):
     if n_layers == config.n_layers:
         return config.layer_wirings
     wiring = config.named_wiring
-    if wiring.loop is not residual_loop or wiring.blocks > 1 or {*config.layer_wirings} != {wiring}:
+    if wiring.loop is not wiring.usual_loop or wiring.blocks > 1 or {*config.layer_wirings} != {wiring}:
         what = f"the model has {n_layers} layers, and its config says n_layers {config.n_layers}"
         raise InputError(f"{what}: change that, too, since wiring {config.wiring} goes by the numbers of layers")
     return (wiring,) * n_layers

@@ -30,7 +30,7 @@ from ladder.memory import release_freed_memory
 from ladder.ranks import launch
 from ladder.ranks.world import World
 from ladder.text.tokenizer import load_tokenizer
-from model import build, residual_loop
+from model import build
 from tp import shard_plan
 
 FILE_BYTES = 2**26  # of a written file, or a layer if it is larger: the tensors of a file are in memory at once
@@ -56,7 +56,7 @@ def read_tokens(args, config):
     wiring, length = config.named_wiring, min(LENGTH, config.max_seq_len)
     if args.mode != "int4" or args.text == "none":
         return None
-    if wiring.reads_partials or wiring.loop is not residual_loop:
+    if wiring.reads_partials or wiring.loop is not wiring.usual_loop:
         print(f"wiring {config.wiring}: quantized without a text", file=sys.stderr)
         return None
     text = args.text or "a text that the model now writes"

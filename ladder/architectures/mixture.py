@@ -82,7 +82,8 @@ class Mixture(Architecture):
 
     def mlps(self, config):
         sizes = {"": config.intermediate_size if self.dense_layers else 0, "experts.": self.expert_size}
-        if experts_apart not in config.named_wiring.block_sublayers:  # else each rank has all of the shared expert
+        sublayers = [h.__name__ for h in config.named_wiring.block_sublayers]
+        if "experts_apart" not in sublayers:  # else each rank has all of the shared expert
             sizes["shared_expert."] = self.shared_expert_size
         return {prefix: neurons for prefix, neurons in sizes.items() if neurons}
 

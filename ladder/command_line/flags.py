@@ -10,7 +10,7 @@ from pathlib import Path
 from ladder.checkpoints import checkpoint
 from ladder.errors import InputError, did_you_mean, naming
 from ladder.ranks.world import rank_and_size
-from model import all_wirings, residual_loop, rewired
+from model import all_wirings, rewired
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -176,7 +176,7 @@ def with_wiring(config, args):
 
 def is_standard_in_one_lane(w):
     """Return whether a Wiring computes with one lane what standard computes; with one norm, parallel's."""
-    return w.reads_partials and len(w.norms) > 1 and (w.loop is not residual_loop or not w.stale)
+    return w.reads_partials and len(w.norms) > 1 and (w.loop is not w.usual_loop or not w.stale)
 
 
 def warn_of_wiring(own, config, shares):

@@ -313,10 +313,12 @@ def replace_matrices(model):
         weight = getattr(module, "weight", None)
         if weight is None or table in kept:
             return None
-        forward = type(module).forward.__qualname__  # a subclass may inherit it
-        if forward not in ("Linear.forward", "Embedding.forward") and weight.dim() < 3:  # 3: the matrices of experts
+        computes = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+        is_linear = computes is nn.Linear or (computes.__module__, computes.__name__) == ("model", "Linear")
+        is_stack = computes is nn.Module and weight.dim() == 3  # the matrices of experts, which are never called
+        if not is_linear and not is_stack and computes is not nn.Embedding:
             return None
-        kind = QuantEmbedding if type(module) is nn.Embedding else QuantLinear
+        kind = QuantEmbedding if computes is nn.Embedding else QuantLinear
         quant, group_size = config.quant, config.group_size
         entry = path if path in listed else table
         if entry in listed:

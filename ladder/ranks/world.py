@@ -78,7 +78,10 @@ class World:
         return [value]
 
     def has_slow_link(self):
-        """Return whether sums take so long that even short parts of a prompt are worth overlapping: the same on all."""
+        """Return whether sums take so long that even short parts of a prompt are worth overlapping: the same on all.
+
+        Ranks of several machines time some sums for that, so all ranks call it together.
+        """
         return False
 
     def say(self, text):

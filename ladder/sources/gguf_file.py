@@ -193,7 +193,9 @@ class Blocks(Affine):
 
     def zeros(self):
         changes = FORMATS[self.kind].nothing
-        return self.of_groups(changes) if changes else torch.zeros_like(self.scales())
+        if changes:
+            return self.of_groups(changes)
+        return torch.zeros(*self.shape[:-1], self.shape[-1] // FORMATS[self.kind].group)
 
 
 class Format(NamedTuple):

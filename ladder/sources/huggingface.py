@@ -353,10 +353,14 @@ class TextTensors(Renamed):
         super().__init__(source, places)
 
 
-def add_place(places, place, name):
-    """Add a tensor of a source to the `places` of Renamed. Raises InputError where there is one already."""
+def add_place(places, place, name, before=None):
+    """Add a tensor of a source to the `places` of Renamed. Raises InputError where there is one already.
+
+    before: the places that gave the source its names, for the message.
+    """
     if place in places:
-        raise InputError(f"the source has both {places[place][0]} and {name}: drop one")
+        both = [(before or {}).get(each, [each])[0] for each in (places[place][0], name)]
+        raise InputError(f"the source has both {both[0]} and {both[1]}: drop one")
     places[place] = [name]
 
 
@@ -389,7 +393,7 @@ class LlamaWeights(Renamed, Source):
             module = norms.get(of_file, of_file)
             for i, part in enumerate(fused.get(module, [module])):
                 place = name.replace(of_file, part)
-                add_place(places, place, name)
+                add_place(places, place, name, text.places)
                 if module in fused:
                     self.parts[place] = [*fused[module].values()], i
         super().__init__(source, places)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ladder.checkpoints.checkpoint import read_json
 from ladder.errors import InputError, did_you_mean
+from ladder.ranks.world import say
 from ladder.sources.huggingface import read_config
 
 SIZES = Path(__file__).with_suffix(".json")  # {a name: what its config.json says}
@@ -18,7 +19,7 @@ def named_size(text):
     with :GROUP_SIZE. It has no eos_ids, since random weights should not end a text.
     """
     pattern = r"(.*?)(?::([1-9]\d*))?(?::(fp8|int[84])(?::(\d+))?)?"
-    name, n_layers, quant, group_size = re.fullmatch(pattern, text).groups()
+    name, n_layers, quant, group_size = re.fullmatch(pattern, text, re.DOTALL).groups()
     sizes = read_json(SIZES)
     if name.endswith(".json"):
         values = read_json(Path(name))
@@ -28,7 +29,11 @@ def named_size(text):
         names = ", ".join(sorted(sizes))
         words = f"give NAME, NAME:N with N layers, or NAME:N:int8, int4 or fp8, of {names}, or of a config.json"
         raise InputError(f"--model {text} is no size: {words}{did_you_mean(name.partition(':')[0], sizes)}")
-    _, config = read_config(values, f"--model {name}", generated={})
+    if values.get("quantization_config"):
+        raise InputError(f"--model {name}: quantization_config is not read; name a form instead, e.g. {name}:int8")
+    hf, config = read_config(values, f"--model {name}", generated={})
+    if hf["ignored"]:
+        say(f"ignored in {name}, since transformers does not read it: {', '.join(hf['ignored'])}")
     n_layers = int(n_layers or config.n_layers)
     if n_layers > config.n_layers:
         raise InputError(f"--model {text} asks for {n_layers} layers, but {name} has {config.n_layers}")

@@ -42,6 +42,17 @@ class NamedLinear(Linear):
     """One that inherits it."""
 
 
+class Stack(nn.Module):
+    """Its weight has three dimensions, as that of experts has."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 64, 64))
+
+    def forward(self, x):
+        return x @ self.weight[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Own(Architecture):
     name = "own"
@@ -52,6 +63,8 @@ class Own(Architecture):
             block.head_norm = HeadNorm()
             block.doubled = DoubledLinear(64, 64, False)
             block.named = NamedLinear(64, 64, False)
+            block.stack = Stack()
+            block.homonym = type("Linear", (DoubledLinear,), {"forward": lambda self, x: x})(64, 64, False)
 
     def hf_weights(self, source, config, hf):
         return ScaledNorm(source)
@@ -73,6 +86,7 @@ def _registered(monkeypatch):
 def test_modules_with_a_forward_of_their_own_are_not_quantized(quant):
     block = build(dataclasses.replace(BASE, quant=quant, architecture=(Own(with_modules=True),))).layers[0]
     assert type(block.head_norm) is HeadNorm and type(block.doubled) is DoubledLinear
+    assert not isinstance(block.stack, QuantLinear) and not isinstance(block.homonym, QuantLinear)
     assert type(block.named) is QuantLinear and type(block.attention.wo) is QuantLinear
 
 

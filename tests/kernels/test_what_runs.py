@@ -4,6 +4,7 @@ An edit is made after a model was loaded with its kernels. Then prefill and deco
 kernel, and something else than before the edit.
 """
 
+import functools
 import inspect
 import types
 
@@ -670,6 +671,24 @@ def test_a_loop_of_lanes_that_is_replaced_is_compiled_anew(monkeypatch):
     assert not registry.same_fingerprint(before, runner.built_for)
 
 
+def test_a_decorated_sublayer_or_loop_runs_as_it_is(monkeypatch):
+    calls = []
+
+    def counted(function):
+        @functools.wraps(function)
+        def call(*arguments):
+            calls.append(function)
+            return function(*arguments)
+
+        return call
+
+    sublayers = counted(model.attention_sublayer), counted(model.mlp_sublayer)
+    monkeypatch.setitem(model.WIRINGS, "counted", model.Wiring("", sublayers, loop=counted(model.residual_loop)))
+    net = load("float32", wiring="counted")
+    net(torch.tensor([[1, 5, 6]]))
+    assert len(calls) == 1 + 2 * len(net.layers)
+
+
 @pytest.mark.parametrize("changes", [{}, {"postnorm": {}}], ids=str)
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])
 def test_an_edit_of_settle_runs_for_each_sublayer(wiring, changes, monkeypatch):
@@ -693,3 +712,4 @@ def test_a_loop_that_is_replaced_in_model_runs_in_a_loaded_model(wiring, monkeyp
     monkeypatch.setattr(model, "residual_loop", lambda x, sublayers, *rest: plain(x, sublayers[1:], *rest))
     after = logits(net)
     assert (after - before).abs().max() > 0.1 * before.abs().max()
+    assert change(CONFIG, wiring="ladder:1").layer_wirings[1].stale == 1  # the loop still takes layers
