@@ -265,14 +265,17 @@ def attention_plus_mlp(x, block, metadata, cache):
     return block.attention(x, metadata, cache) + block.feed_forward(x)
 
 
-def as_defined_now(function):
-    """Return the function that its file has by this name now.
+def own_name(function):
+    """Return the name by which a function is looked up in its file, "" for a lambda, a closure or a decorated one."""
+    name = getattr(function, "__qualname__", "<partial>")
+    return "" if "<" in name or hasattr(function, "__wrapped__") else name
+
+
+def as_defined_now(function, name):
+    """Return what its file has by the function's own name now.
 
     So `model.mlp_sublayer = mine`, from Python, also reaches the Wirings that were made with the former one.
     """
-    name = getattr(function, "__qualname__", "<partial>")
-    if "<" in name or hasattr(function, "__wrapped__"):  # a lambda, a closure or a decorated function is no name's
-        return function
     return getattr(sys.modules.get(function.__module__), name, function)
 
 
@@ -303,9 +306,14 @@ class Wiring(WiringRules):
     stale: int = 0  # how many of the newest sums a sublayer does not wait for
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
 
+    def __post_init__(self):
+        # kept, since the compiler cannot trace own_name
+        object.__setattr__(self, "own_names", [own_name(h) for h in self.block_sublayers])
+        object.__setattr__(self, "own_name_of_loop", own_name(self.loop))
+
     def run(self, x, sublayers, comm, config):
         """Return the generator that the loop makes."""
-        return as_defined_now(self.loop)(x, sublayers, comm, config)
+        return as_defined_now(self.loop, self.own_name_of_loop)(x, sublayers, comm, config)
 
     def left_out(self):
         """Return the Wiring of the layers that NAME:n leaves out, which this wiring's loop runs, too."""
@@ -353,8 +361,9 @@ def list_sublayers(config, layers, metadata=None, cache=None):
     while i < len(layers):
         wiring = wirings[i]
         side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
-        for h in wiring.block_sublayers:
-            sublayers.append((functools.partial(_run_blocks, as_defined_now(h), side_by_side), wiring.stale))
+        for h, name in zip(wiring.block_sublayers, wiring.own_names, strict=True):
+            h = as_defined_now(h, name)
+            sublayers.append((functools.partial(_run_blocks, h, side_by_side), wiring.stale))
         i += wiring.blocks
     return sublayers
 

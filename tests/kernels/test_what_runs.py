@@ -700,7 +700,8 @@ def test_an_edit_of_settle_runs_for_each_sublayer(wiring, changes, monkeypatch):
 
     monkeypatch.setattr(model.Collectives, "settle", counted)
     net(torch.tensor([[1, 5, 6]]))
-    assert len(calls) == 2 * len(net.layers)
+    streams = [x for x in calls if x.any()]  # to sums that are normed, what is in flight is added as to zeros first
+    assert len(streams) == 2 * len(net.layers)
 
 
 @pytest.mark.parametrize("wiring", ["ladder", "delayed", "farskip"])
