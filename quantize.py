@@ -11,6 +11,7 @@ make of the text. An embedding table that is also the output head gets 8 bits.
 
 import dataclasses
 import functools
+import shlex
 import sys
 
 import ladder.openmp  # noqa: F401 (before torch loads)
@@ -224,7 +225,10 @@ def main(argv=None):
         writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE_BYTES))
     small = sum(sizes.values())
     print(f"{args.out}: {small / 1e6:,.1f} MB, {total / small:.2f} times smaller than before ({total / 1e6:,.1f} MB)")
-    print(f"what that costs: python eval.py --checkpoint {args.out} --compare {args.checkpoint} --text FILE")
+    command = shlex.join(
+        ["python", "eval.py", "--checkpoint", args.out, "--compare", args.checkpoint, "--text", "FILE"]
+    )
+    print(f"what that costs: {command}")
 
 
 if __name__ == "__main__":

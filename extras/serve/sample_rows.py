@@ -35,7 +35,7 @@ def sample_rows(samplers, logits, comm=SINGLE_DEVICE):
 
     The kernel needs one gather for all rows; generate.sample as written, which takes one Sampler, one for each row.
     """
-    if not fast_sampling.is_in_use():
+    if not fast_sampling.is_in_use() or not fast_sampling.gathers_as_known(comm):
         ids = [generate.sample(row[None], comm, sampler) for sampler, row in zip(samplers, logits, strict=True)]
         return torch.cat(ids)
     kinds = {}

@@ -37,7 +37,9 @@ class AsyncScheduler:
         """
         runner = self.runner
         length, end = runner.cache_length(longest), runner.model.config.max_seq_len - 1  # done rows count up to it
-        captures = runner.graphs and "gathers" not in runner.model.comm.on_host and not fast_sampling.is_edited()
+        comm = runner.model.comm
+        captures = runner.graphs and "gathers" not in comm.on_host and not fast_sampling.is_edited()
+        captures = captures and fast_sampling.gathers_as_known(comm)
         key = captures and sampler.graph_key  # None: sampling is not captured in a graph
         decode = runner.graphs.step if key else runner.decode_model
 

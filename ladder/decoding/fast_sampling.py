@@ -11,13 +11,16 @@ import torch
 from ladder.decoding import top_k_top_p
 from ladder.kernels import registry
 from ladder.kernels.registry import Kernel
-from model import VOCAB_BLOCK
+from model import VOCAB_BLOCK, SingleDevice
+from tp import TensorParallel
 
 N_SECTIONS = VOCAB_BLOCK  # a GPU searches so many sections of the logits at the same time; it divides padded v
 
 
 def sample(logits, comm, sampler):
-    """Return what generate.sample does."""
+    """Return what generate.sample does, or None for a Collectives that gathers logits in a way of its own."""
+    if not gathers_as_known(comm):
+        return None
     candidates, choose = begin(logits, comm, sampler)
     return choose(comm.all_gather(candidates))
 
@@ -71,6 +74,12 @@ KERNEL = Kernel(
     ("ladder.decoding.batch.Sampler.random", "model.SingleDevice.gather_logits", "tp.TensorParallel.gather_logits"),
     may_refuse=False,  # ranks would have exchanged and drawn already, perhaps not all of them
 )
+
+
+def gathers_as_known(comm):
+    """Return whether a Collectives gathers logits by a function that the kernel stands in for."""
+    known = SingleDevice.gather_logits, TensorParallel.gather_logits
+    return type(comm).gather_logits in known and "gather_logits" not in vars(comm)
 
 
 def is_in_use():

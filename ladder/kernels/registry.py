@@ -320,7 +320,7 @@ def fingerprint(model):
     """
     files = {sys.modules[type(model.comm).__module__]}
     for wiring in {*model.config.layer_wirings}:
-        files |= {sys.modules[function.__module__] for function in (wiring.loop, *wiring.block_sublayers)}
+        files |= {sys.modules.get(function.__module__) for function in (wiring.loop, *wiring.block_sublayers)}
     parts = [type(model.comm), MODULE_CALL, *vars(torch.nn.functional).values()]
     parts += [*nn.modules.module._global_forward_hooks.values(), *nn.modules.module._global_forward_pre_hooks.values()]
     for module in model.modules():
@@ -330,12 +330,13 @@ def fingerprint(model):
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             parts += [tensor] if tensor is None else [tensor, tensor.data_ptr(), tensor.dtype, tensor.shape]
         files.add(sys.modules[type(module).__module__])
-    for file in files:
+    for file in files - {None}:  # of what was typed in
         scopes = [file, *(value for value in vars(file).values() if inspect.isclass(value))]
         for scope in scopes:  # of a module without what the compiler puts there, whose names begin with __
             named = vars(scope).items()
             functions = [underlying(value) for name, value in named if scope is not file or not name.startswith("__")]
-            parts += [function.__code__ for function in functions if inspect.isfunction(function)]
+            functions = [function for function in functions if callable(function)]
+            parts += [*functions, *(getattr(function, "__code__", None) for function in functions)]
     return parts
 
 

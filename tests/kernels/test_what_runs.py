@@ -671,6 +671,30 @@ def test_a_loop_of_lanes_that_is_replaced_is_compiled_anew(monkeypatch):
     assert not registry.same_fingerprint(before, runner.built_for)
 
 
+def test_a_collectives_that_gathers_logits_in_its_own_way_chooses_by_them():
+    class Forbids(model.SingleDevice):
+        def gather_logits(self, logits):
+            return logits.index_fill(-1, torch.arange(0, logits.shape[-1], 2), -1e9)
+
+    net = load()
+    net.comm = Forbids()
+    rows = generate.generate(generate.Runner(net, net.new_cache(2, 12)), [[5, 6, 7], [8]], 5, Sampler(0)).rows
+    assert all(i % 2 for row in rows for i in row)
+
+
+@pytest.mark.parametrize("path", ["feed_forward.w2", "ffn_norm", "attention_norm", "attention.wo"])
+def test_a_weight_that_is_a_property_is_used(path):
+    """In a subclass that inherits forward."""
+
+    def edit(net):
+        for block in net.layers:
+            module = block.get_submodule(path)
+            half = property(lambda self: -0.5 * self._parameters["weight"])
+            module.__class__ = type("Half", (type(module),), {"weight": half})
+
+    check(load(), edit)
+
+
 def test_a_decorated_sublayer_or_loop_runs_as_it_is(monkeypatch):
     calls = []
 
