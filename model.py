@@ -276,7 +276,7 @@ def as_defined_now(function, name):
 
     So `model.mlp_sublayer = mine`, from Python, also reaches the Wirings that were made with the former one.
     """
-    return getattr(sys.modules.get(function.__module__), name, function)
+    return getattr(sys.modules.get(function.__module__), name, function) if name else function
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.nn as nn
 from ladder.architectures import Architecture
 from ladder.errors import InputError
 from ladder.layers.norms import NORMS
-from model import Collectives, SingleDevice, attention_sublayer, mlp_sublayer
+from model import Collectives, attention_sublayer, mlp_sublayer
 
 # which norm of a block is for the sums of a sublayer; a sublayer of your own that wants one is a line here
 POST_NORMS = {attention_sublayer: "attention_post_norm", mlp_sublayer: "ffn_post_norm"}
@@ -54,9 +54,6 @@ class PostNorm(Architecture):
     hf_names = {"attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm"}  # GLM's
 
 
-NOTHING_TRAVELS = SingleDevice()
-
-
 class PostNormSums(Collectives):
     """The Collectives of a loop whose settle returns x + norm(wait(pending)).
 
@@ -78,11 +75,8 @@ class PostNormSums(Collectives):
 
     def settle(self, x, pending, newer=()):
         started, norm = pending
-        if newer:  # only settle can come after them
-            summed = self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer])
-        else:
-            summed = self.comm.wait(started)
-        return Collectives.settle(NOTHING_TRAVELS, x, norm(summed))
+        # of zeros, since only settle can come after `newer`, and an edit of it is to take effect in front of the norm
+        return x + norm(self.comm.settle(torch.zeros_like(x), started, [later for later, _ in newer]))
 
     def pin(self, x, newer):
         return self.comm.pin(x, [later for later, _ in newer])
