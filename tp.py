@@ -89,7 +89,7 @@ class TensorParallel(Collectives):
 
 
 def shard_plan(config, rank, shares):
-    """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each linear that ranks share out.
+    """Return {name: (dimension, [(start, stop), ...])}: what a rank holds of each linear or norm that ranks share out.
 
     Column-parallel (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. Raises InputError if a rank would have no
@@ -225,7 +225,7 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
     owner = name if path.endswith((".attention", ".feed_forward")) else path  # they may have parameters of their own
     dim, ranges = plan.get(plan_key(owner), (0, None))  # None: all of a norm or an embedding
     as_stored = whole.dtype == torch.float16 and dtype == torch.bfloat16  # only scales and zeros of groups are float16
-    if whole.itemsize == 1:  # integers
+    if whole.itemsize == 1:  # integers or e4m3
         dtype = whole.dtype
     if model.config.stays_float32(name):
         dtype = torch.float32

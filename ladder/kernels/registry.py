@@ -332,10 +332,11 @@ def fingerprint(model):
         files.add(sys.modules[type(module).__module__])
     for file in files - {None}:  # of what was typed in
         scopes = [file, *(value for value in vars(file).values() if inspect.isclass(value))]
-        for scope in scopes:  # of a module without what the compiler puts there, whose names begin with __
-            named = vars(scope).items()
-            functions = [underlying(value) for name, value in named if scope is not file or not name.startswith("__")]
-            functions = [function for function in functions if callable(function)]
+        for scope in scopes:  # the compiler itself adds names with __ to a file, and changes methods of torch's classes
+            names = [name for name in vars(scope) if scope is not file or not name.startswith("__")]
+            if getattr(scope, "__module__", scope.__name__).startswith("torch."):
+                names = [name for name in names if name == "forward"]
+            functions = [function for name in names if callable(function := underlying(vars(scope)[name]))]
             parts += [*functions, *(getattr(function, "__code__", None) for function in functions)]
     return parts
 
