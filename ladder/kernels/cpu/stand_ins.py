@@ -62,15 +62,18 @@ def tell_change(module, name):
 # ---- Linears and norms -----------------------------------------------------------------------------------------------
 
 
+def own_weight(module):
+    """Return the parameter `weight` of a module, or None, as where its class has a property of that name."""
+    return None if hasattr(type(module), "weight") else module._parameters.get("weight")
+
+
 def linear(self, x):
     """Multiply up to SKINNY_ROWS rows."""
     parameters = self._parameters
-    weight = parameters.get("weight")
+    weight = own_weight(self)
     if not is_bf16(x) or x.numel() > skinny_gemm.SKINNY_ROWS * x.shape[-1] or weight is None:
         return None
     if weight.dtype is not BF16 or type(weight) not in TENSORS or weight.dim() != 2 or "bias" not in parameters:
-        return None
-    if hasattr(type(self), "weight"):  # a property
         return None
     y = torch.ops.ladder.skinny_gemm(x, weight)
     bias = parameters["bias"]
@@ -79,10 +82,8 @@ def linear(self, x):
 
 def linear_in_float32(self, x):
     """Multiply in float32, since PyTorch's many rows in bfloat16 are slow where oneDNN has no bfloat16."""
-    weight = self._parameters.get("weight")
+    weight = own_weight(self)
     if not is_bf16(x) or x.numel() <= FEW_FLOATS * x.shape[-1] or weight is None or weight.dtype is not BF16:
-        return None
-    if hasattr(type(self), "weight"):
         return None
     rows, pieces = x.float(), weight.split(max(1, DEQUANTIZED_AT_ONCE // weight.shape[1]))
     return add_bias(torch.cat([F.linear(rows, piece.float()) for piece in pieces], -1).type_as(x), self)
@@ -90,10 +91,8 @@ def linear_in_float32(self, x):
 
 def norm(self, x):
     """Compute an RMSNorm in one operator. The compiler makes one, too."""
-    weight = self._parameters.get("weight")
+    weight = own_weight(self)
     if weight is None or x.dtype is not BF16 or weight.dtype is not BF16 or self.eps is None or not x.is_cpu:
-        return None
-    if hasattr(type(self), "weight"):
         return None
     return torch.ops.ladder.rms_norm(x, weight, self.eps)
 
