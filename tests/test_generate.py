@@ -447,13 +447,25 @@ def test_rows_that_are_sampled_together_gather_once():
     assert gathers == 1
 
 
-def chosen(world, logits, gathers=True, kernel=True):
+def chosen(world, logits, kernel=True):
     """What each way of WAYS chooses, given this rank's part of the logits, by the kernel or by sample as written."""
     comm, part = own_logits(world, logits, kernel)
     assert torch.equal(comm.gather_logits(part), logits) or logits.isnan().any()
-    if not gathers:
-        comm.gather_logits = None
     return [chosen_by(way, part, comm=comm) for way in WAYS]
+
+
+def chosen_without_logits(world, logits):
+    """What each way of WAYS chooses by the kernel, and the last dimensions of what is gathered for it."""
+    comm, part = own_logits(world, logits, True)
+    last_dimensions, all_gather = set(), comm.all_gather
+
+    def gather(x):
+        last_dimensions.add(x.shape[-1])
+        return all_gather(x)
+
+    comm.all_gather = gather
+    ids = [chosen_by(way, part, comm=comm) for way in WAYS]
+    return ids, last_dimensions
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, (1, 9), (5, 2, 1)])
@@ -464,12 +476,12 @@ def test_every_number_of_ranks_chooses_alike_and_marks_rows_that_are_not_finite(
     alone = [chosen_by(way, logits) for way in WAYS]
     assert alone[0] == [row.index(max(row)) for row in logits.tolist()]  # the first of equal ones
     for kernel in True, False:
-        assert all(ids == alone for ids in run_ranks(ranks, chosen, logits, True, kernel)), kernel
+        assert all(ids == alone for ids in run_ranks(ranks, chosen, logits, kernel)), kernel
     logits[1, -1], logits[4, 0], logits[6, 3], logits[7] = torch.nan, -torch.inf, torch.inf, -torch.inf
     marked = [chosen_by(way, logits) for way in WAYS]
     assert marked == [[-1 if row in (1, 4, 6, 7) else i for row, i in enumerate(ids)] for ids in alone]
     for kernel in True, False:
-        assert all(ids == marked for ids in run_ranks(ranks, chosen, logits, True, kernel)), kernel
+        assert all(ids == marked for ids in run_ranks(ranks, chosen, logits, kernel)), kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -506,7 +518,9 @@ def test_what_approaches_greedy_is_greedy(settings):
 def test_what_is_likely_enough_is_chosen_without_gathering_logits():
     logits = hard_to_choose(700)[:2] * 3
     alone = [chosen_by(way, logits) for way in WAYS]
-    assert run_ranks(2, chosen, logits, False) == [alone] * 2
+    for ids, last_dimensions in run_ranks(2, chosen_without_logits, logits):
+        assert ids == alone
+        assert last_dimensions == {2}  # pairs of a score and an id, not logits of the vocabulary
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
