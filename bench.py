@@ -94,7 +94,7 @@ def measure(args, world):
     ways = {key: functools.partial(generate.generate, *cell, args.new_tokens, sample) for key, cell in cells.items()}
     in_turns(ways, 1)  # not measured: it allocates memory
     world.say(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...")
-    with next(iter(cells.values()))[0].unguarded():
+    with next(iter(cells.values()))[0].passes.unguarded():
         rounds = in_turns(ways, args.repeats)
     environment, lines = benchmarking.environment(world), []
     for (wiring, batch), runs in rounds.items():

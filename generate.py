@@ -23,7 +23,6 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 # Kernels compute what functions marked @plain say. If you edit such a function, it runs as you wrote it, and one line
 # says so (docs/change-it.md).
 
-import contextlib
 import functools
 import os
 import time
@@ -38,6 +37,7 @@ from ladder.checkpoints import checkpoint
 from ladder.command_line import flags, prompts, report
 from ladder.command_line.job import Job
 from ladder.decoding import batch, fast_sampling
+from ladder.decoding.passes import Passes
 from ladder.errors import InputError
 from ladder.kernels import registry
 from ladder.memory import keep_freed_memory
@@ -138,12 +138,11 @@ def draw_filtered(logits, sampler):
 
 
 class Runner:
-    """A model with its static cache, and its prefill and decode, each compiled if asked for.
+    """A model with its static cache, and its prefill and decode.
 
-    decode_model, prefill_model: the model, or what torch.compile made of it; called as Transformer.forward. On a GPU
-    CUDA graphs of decode steps are captured, also of those that are not compiled.
+    compile, compile_prefill: whether torch.compile makes the decode steps and the prefill (ladder/decoding/passes.py).
     splits: into how many parts a chunk of the prefill is cut, of which one computes while another's partials are
-    summed. None: choose_splits decides. Raises InputError if compiling needs a C++ compiler and there is none.
+    summed. None: choose_splits decides.
     """
 
     def __init__(self, model, cache, compile=False, compile_prefill=False, splits=None):
@@ -154,9 +153,7 @@ class Runner:
         self.splits = splits
         self.shows_progress = False  # whether a long prefill has a progress bar at a terminal
         self.draft = None  # of ladder/decoding/drafts.py, which then makes the steps
-        self.compiles = compile  # whether decode steps are compiled
-        self.compiles_prefill = compile_prefill
-        self.build_passes()
+        self.passes = Passes(model, compile, compile_prefill)  # the model, or what was compiled or captured of it
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, cached_tokens=0):
@@ -177,7 +174,7 @@ class Runner:
             # only the chunk with a row's last token counts: earlier logits are replaced, and later ones dropped
             last_here = (last_index - start).clamp(-1, chunk.shape[1] - 1)  # -1: the row ended in an earlier chunk
             splits = self.choose_splits(*chunk.shape)
-            new = self.prefill_model(chunk, positions, self.cache, cache_length, last_here, splits)[:, 0]
+            new = self.passes.prefill(chunk, positions, self.cache, cache_length, last_here, splits)[:, 0]
             logits = new if logits is None else torch.where((last_index >= start)[:, None], new, logits)
         return logits
 
@@ -205,7 +202,7 @@ class Runner:
         """
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         positions = positions.clamp(max=dummy_slot(self.cache))
-        return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
+        return self.passes.decode(tokens, positions, self.cache, self.cache_length(longest))
 
     def step(self, sequences, done, sampler):
         """Return [[the next id] of each row], after its last token, which is not in the cache yet. done: for drafts."""
@@ -219,7 +216,7 @@ class Runner:
         A draft, which has a cache of its own, begins here. sequences: the ids of each row so far. done: which rows have
         ended. With a draft, a step may return several ids.
         """
-        self.renew_passes()
+        self.passes.renew()  # where somebody has changed the model since
         if self.draft:
             self.draft.begin(cached_tokens)
             return functools.partial(self.draft.step, self)
@@ -240,59 +237,15 @@ class Runner:
     def choose_splits(self, B, S):
         """Return into how many parts to cut a chunk of S tokens of B rows."""
         on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs: untried
-        overlaps = not self.compiles_prefill  # a compiled prefill waits for all parts at once, and hides nothing
+        overlaps = not self.passes.compiles_prefill  # a compiled prefill waits for all parts at once, and hides nothing
         least = MIN_SPLIT_TOKENS_OVER_A_SLOW_LINK if self.model.comm.slow_link else MIN_SPLIT_TOKENS
         worth_it = on_cpus and overlaps and least <= B * S
         return min(S, self.splits or (2 if worth_it else 1))
 
-    # What is compiled or captured:
-
-    def build_passes(self):
-        """Make decode_model and prefill_model: the model, what torch.compile makes of it, or CUDA graphs."""
-        model = self.model
-        self.prefill_model = model
-        self.decode_model = model
-        self.graphs = None  # of decode steps, on a GPU
-        if self.compiles or self.compiles_prefill:
-            from ladder.kernels import compiling  # not in a plain run: it imports the compiler
-
-            self.decode_model, self.prefill_model = compiling.compiled(model, self.compiles, self.compiles_prefill)
-        if self.device.type == "cuda" and "sums" not in model.comm.on_host and self.may_capture():
-            from ladder.kernels.cuda_graphs import Graphs
-
-            self.graphs = self.decode_model if self.compiles else Graphs(model)
-            self.decode_model = self.graphs
-        self.built_for = registry.fingerprint(model) if self.decode_model is not model else None
-
-    def may_capture(self):
-        """Return whether CUDA graphs may hold steps. What hooks do in Python would only run while one is captured."""
-        if not self.compiles and registry.has_hooks(self.model):
-            registry.say_once("the model has hooks: decode steps run without CUDA graphs, thus slower")
-            return False
-        return self.compiles or not registry.is_off()
-
-    def renew_passes(self):
-        """Compile or capture anew what was made before somebody changed the model: it would not know of that.
-
-        What counts as a change is in registry.fingerprint: modules, their tensors, hooks and attributes, and functions.
-        """
-        if self.built_for and not registry.same_fingerprint(self.built_for, registry.fingerprint(self.model)):
-            registry.say_once("the model was changed after its steps were compiled or captured: that is done anew")
-            if self.compiles or self.compiles_prefill:
-                torch.compiler.reset()
-                torch.compiler.set_stance("default")  # and not that of unguarded(), up to the end of its block
-            self.build_passes()
-
     def like(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
         cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
-        return Runner(model, cache, self.compiles, self.compiles_prefill, self.splits)
-
-    def unguarded(self):
-        """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""
-        if (self.compiles or self.compiles_prefill) and self.device.type == "cpu":
-            return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-        return contextlib.nullcontext()
+        return Runner(model, cache, self.passes.compiles_decode, self.passes.compiles_prefill, self.splits)
 
 
 # ---- Generation ------------------------------------------------------------------------------------------------------
@@ -435,7 +388,7 @@ def load(job):
 
             runner.draft = drafts.build(job, runner)
     seconds = {"load_s": time.perf_counter() - start, "compile_s": 0.0}
-    if compile_decode or runner.graphs:
+    if compile_decode or runner.passes.graphs:
         from ladder.kernels import compiling
 
         seconds["compile_s"] = compiling.warm_up_aloud(runner, job)
@@ -454,7 +407,7 @@ def main(argv=None):
     show_prompt = args.chat is None
     printer = prompts.Printer(world.rank, job.prompts, job.tokenizer, job.max_new_tokens, show_prompt)
     generation = Generation(runner, job.prompts, job.max_new_tokens, job.sampler, job.config.eos_ids)
-    with runner.unguarded():
+    with runner.passes.unguarded():
         for ids in generation:
             printer.push(ids)
     result = report.result(job, generation, printer.finish(generation.rows)) | seconds

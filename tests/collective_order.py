@@ -55,10 +55,10 @@ def generated_code(config, world, batch, length, dtype):
     net = shard(config, world, dtype)
     with mock.patch.dict(compiling.CPU_OPTIONS, cpp_wrapper=False):
         runner = Runner(net, None, compile=True, compile_prefill=True)
-    step, kwargs = runner.prefill_model, {"cache": net.new_cache(batch, 16)}
+    step, kwargs = runner.passes.prefill, {"cache": net.new_cache(batch, 16)}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
-        step = runner.decode_model
+        step = runner.passes.decode
     uncached = torch._inductor.config.patch(force_disable_caches=True)  # what is cached is not generated
     with torch.no_grad(), uncached:
         return "\n".join(get_code(step, torch.randint(config.vocab_size, (batch, length)), **kwargs))

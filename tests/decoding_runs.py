@@ -82,7 +82,7 @@ def answer_in_turns(world, config, requests, n_rows, few_sizes=False):
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("extras.serve.rows.SHORT_CHUNK", 5)  # so that a prompt takes several, between others' steps
         runner, sizes, decode = Runner(net, net.new_cache(n_rows, config.max_seq_len)), [], Runner.decode
-        runner.graphs = few_sizes  # as where steps are captured
+        runner.passes.graphs = few_sizes  # as where steps are captured
         rows = Rows(runner, config.eos_ids)
 
         def counted(self, tokens, *args):

@@ -36,10 +36,11 @@ def ids(net, way="captured", new=20, sample=(0,), draft=False, splits=None):
     """[ids of each row], generated eagerly, with captured steps, or with compiled and captured ones."""
     runner = Runner(net, make_cache(net, 2, 40), way == "compiled", splits=splits)
     if way == "eager":
-        runner.graphs, runner.decode_model = None, net
+        runner.passes.graphs, runner.passes.decode = None, net
     runner.draft = Ngrams(3) if draft else None
     rows = generate(runner, PROMPTS, new, Sampler(*sample, device=net.device)).rows
-    assert way == "eager" or runner.graphs is None or (runner.graphs.graphs and not runner.graphs.failed), "no graph"
+    graphs = runner.passes.graphs
+    assert way == "eager" or graphs is None or (graphs.graphs and not graphs.failed), "no graph"
     return rows
 
 

@@ -534,7 +534,7 @@ def test_a_prefill_in_chunks_and_splits_equals_one_pass(chunk_tokens, splits):
         widths.append(tokens.shape[1])
         return net(tokens, *args, **kwargs)
 
-    runner.prefill_model, runner.chunk_tokens = prefill, chunk_tokens
+    runner.passes.prefill, runner.chunk_tokens = prefill, chunk_tokens
     with torch.no_grad():
         one = net.new_cache(3, 12)
         expected = net(tokens, cache=one, last_index=lengths - 1)[:, 0]

@@ -71,7 +71,7 @@ class Rows(list):
         super().__init__(Row(slot, has_states) for slot in range(n))
         self.runner, self.eos_ids, self.passes, self.runners = runner, eos_ids, 0, {}
         self.caches = [self.part(slot, slot + 1) for slot in range(n)]  # of each slot
-        fixed_shapes = runner.compiles or runner.graphs
+        fixed_shapes = runner.passes.compiles_decode or runner.passes.graphs
         for size in range(1, n + 1):
             if not fixed_shapes or size == n or size in (4**i for i in range(size)):
                 self.runners[size] = copy.copy(runner)

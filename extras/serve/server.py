@@ -419,6 +419,6 @@ def main(argv=None):
         sys.setswitchinterval(5e-5)  # seconds: a pass must not wait for the thread that sends the token before
         front.ready(job)
         world.say(f"listening at {front.url}")
-    with runner.unguarded():
+    with runner.passes.unguarded():
         serve(world, rows, front)
     LOG.info("the end, after SIGTERM: %d requests are cut", len(front.open) if front else 0)

@@ -30,7 +30,7 @@ def result(job, done, texts):
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
         "step_bytes": int(read), "bytes_s": tpot and read * passes / done.decode_s,
         "peak_bytes": world.gather(peak_bytes(world.device)),
-        "graph_bytes": runner.graphs and runner.graphs.n_bytes,
+        "graph_bytes": runner.passes.graphs and runner.passes.graphs.n_bytes,
         "sequence_splits": runner.choose_splits(rows, min(longest, max(1, runner.chunk_tokens // rows))),
         "draft": source and source.name, "speculate": source and source.count,
         "drafted": draft and draft.drafted, "accepted": accepted,

@@ -38,10 +38,10 @@ class AsyncScheduler:
         runner = self.runner
         length, end = runner.cache_length(longest), runner.model.config.max_seq_len - 1  # done rows count up to it
         comm = runner.model.comm
-        captures = runner.graphs and "gathers" not in comm.on_host and not fast_sampling.is_edited()
+        captures = runner.passes.graphs and "gathers" not in comm.on_host and not fast_sampling.is_edited()
         captures = captures and fast_sampling.gathers_as_known(comm)
         key = captures and sampler.graph_key  # None: sampling is not captured in a graph
-        decode = runner.graphs.step if key else runner.decode_model
+        decode = runner.passes.graphs.step if key else runner.passes.decode
 
         def step(tokens, positions):
             logits = decode(tokens, positions[:, None], runner.cache, length)[:, 0]
@@ -52,4 +52,4 @@ class AsyncScheduler:
 
         if not key:
             return step(tokens, positions)
-        return runner.graphs.replay((tokens, positions), (length, key), step, runner.cache, sampler.generator)
+        return runner.passes.graphs.replay((tokens, positions), (length, key), step, runner.cache, sampler.generator)

@@ -123,7 +123,7 @@ def warm_up(runner, prompts, max_new_tokens, sampler):
 
 def warm_up_aloud(runner, job):
     """Do what warm_up does for a Job, and say about how long compiling will take."""
-    if runner.compiles:  # else a GPU captures its eager step, which takes no compiler
+    if runner.passes.compiles_decode:  # else a GPU captures its eager step, which takes no compiler
         layers, on_cpu = job.config.n_layers, runner.device.type == "cpu"
         about = f", about {5 + 1.3 * layers:.0f} s of a core and less if it was compiled before" * on_cpu
         job.world.say(f"compiling {layers} layers{about} ...")

@@ -85,7 +85,7 @@ def test_collectives_stay_inside_the_cuda_graph(changes, slow, monkeypatch):
     net, runner = simulated(changes, slow)
     tokens, lengths = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]], device=DEVICE), torch.tensor([5, 5])
     plain = copy.copy(runner)
-    plain.decode_model = net
+    plain.passes.decode = net
     step, eager = (replays(r, tokens, lengths.to(DEVICE))["decode"] for r in (runner, plain))
     before, sent, send = eager().clone(), [], slow.group._send
     monkeypatch.setattr(slow.group, "_send", lambda *args, **passes: sent.append(args) or send(*args, **passes))

@@ -32,7 +32,7 @@ def pretended(net, cache, monkeypatch):
         runner.lengths.append(cache_length)
         return net(tokens, positions, cache, cache_length)
 
-    runner.decode_model = decode
+    runner.passes.decode = decode
     monkeypatch.setattr(batch, "BUCKET", BUCKET)
     event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
     stream = types.SimpleNamespace(record_event=lambda: event)
@@ -100,7 +100,7 @@ def capturing(net, monkeypatch):
     """A runner of two rows whose steps are captured on a pretended GPU."""
     cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 2, 30)
     runner, _ = pretended(net, cache, monkeypatch)
-    runner.decode_model = runner.graphs = recorded(monkeypatch, net)[0]
+    runner.passes.decode = runner.passes.graphs = recorded(monkeypatch, net)[0]
     registry.use([fast_sampling.KERNEL])
     return runner
 
@@ -134,11 +134,11 @@ def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, 
     expected = generate(plain, prompts, 20, samples[0]).rows
     runner = capturing(net, monkeypatch)
     compiling.warm_up(runner, prompts, 1, samples[1])
-    assert 1 <= len(runner.graphs.graphs) < 5
+    assert 1 <= len(runner.passes.graphs.graphs) < 5
     assert generate(runner, prompts, 20, samples[1]).rows == expected
-    assert len(runner.graphs.graphs) == 5
+    assert len(runner.passes.graphs.graphs) == 5
     generate(runner, prompts, 20, samples[1])  # of other draws: the pass ahead took one more
-    assert len(runner.graphs.graphs) == 5
+    assert len(runner.passes.graphs.graphs) == 5
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
@@ -151,15 +151,15 @@ def test_no_graph_holds_a_sample_that_was_edited(temperature, monkeypatch):
         expected = generate(Runner(net, make_cache(net, 2, 30)), prompts, 20, sampler).rows
     runner = capturing(net, monkeypatch)
     generate(runner, prompts, 20, sampler)
-    before = {*runner.graphs.graphs}
+    before = {*runner.passes.graphs.graphs}
     assert before and all(len(key) == 2 for _, key in before)  # a length and a Sampler's graph_key
     with monkeypatch.context() as patch:
         patch.setattr(generate_module, "sample", second_best)
         assert generate(runner, prompts, 20, sampler).rows == expected
-    added = runner.graphs.graphs.keys() - before
+    added = runner.passes.graphs.graphs.keys() - before
     assert added and all(len(key) == 1 for _, key in added)  # steps without a choice
     assert generate(runner, prompts, 20, sampler).rows != expected
-    assert runner.graphs.graphs.keys() - before == added
+    assert runner.passes.graphs.graphs.keys() - before == added
 
 
 @pytest.mark.slow

@@ -518,11 +518,11 @@ def test_a_runner_compiles_anew_what_was_edited_after_its_steps(capsys):
     runner = generate.Runner(net, net.new_cache(2, 12), compile=True)
     sample = Sampler(0)
     first = generate.generate(runner, prompts, 5, sample).rows
-    with runner.unguarded():
+    with runner.passes.unguarded():
         assert first == generate.generate(runner, prompts, 5, sample).rows
     for block in net.layers:
         block.feed_forward.w2.register_forward_hook(lambda module, args, output: output * -3)
-    with runner.unguarded():
+    with runner.passes.unguarded():
         second = generate.generate(runner, prompts, 5, sample).rows
     plain = generate.generate(generate.Runner(net, net.new_cache(2, 12)), prompts, 5, sample).rows
     assert second == plain != first
@@ -537,11 +537,11 @@ def test_a_runner_compiles_anew_after_each_of_several_edits_from_a_notebook(monk
     plain, rows = model.mlp_sublayer, [generate.generate(runner, prompts, 5, Sampler(0)).rows]
     for source in "lambda *a: -3 * plain(*a)", "lambda *a: plain(*a).abs()":
         monkeypatch.setattr(model, "mlp_sublayer", eval(source, {"plain": plain}))
-        with runner.unguarded():
+        with runner.passes.unguarded():
             rows.append(generate.generate(runner, prompts, 5, Sampler(0)).rows)
-            built = runner.built_for
+            built = runner.passes.built_for
             assert generate.generate(runner, prompts, 5, Sampler(0)).rows == rows[-1]
-        assert runner.built_for is built
+        assert runner.passes.built_for is built
         assert generate.generate(generate.Runner(net, net.new_cache(2, 12)), prompts, 5, Sampler(0)).rows == rows[-1]
     assert rows[0] != rows[1] != rows[2]
 
@@ -665,10 +665,10 @@ def test_a_sublayer_that_is_replaced_in_model_runs_in_a_loaded_model(wiring, how
 def test_a_loop_of_lanes_that_is_replaced_is_compiled_anew(monkeypatch):
     net = load("float32", wiring="delayed")
     runner = generate.Runner(net, net.new_cache(1, 8), compile=True)
-    before = runner.built_for
+    before = runner.passes.built_for
     monkeypatch.setattr(wirings, "delayed_loop", model.residual_loop)
-    runner.renew_passes()
-    assert not registry.same_fingerprint(before, runner.built_for)
+    runner.passes.renew()
+    assert not registry.same_fingerprint(before, runner.passes.built_for)
 
 
 def test_a_collectives_that_gathers_logits_in_its_own_way_chooses_by_them():
