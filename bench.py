@@ -43,7 +43,9 @@ LARGE_STEP = 5e7  # bytes that a step reads; fewer may fit a processor's caches,
 
 def load_models(config, wirings, args, world):
     """Return {wiring: model}. Models share their weights if the ranks hold the same shards of them."""
-    configs, models, loaded = [rewired(config, wiring) for wiring in wirings], {}, {}
+    configs = [rewired(config, wiring) for wiring in wirings]
+    models = {}
+    loaded = {}
     for one in sorted(configs, key=lambda c: len({norm for w in c.layer_wirings for norm in w.norms}), reverse=True):
         # the wiring with the most norms comes first, so that its weights have all norms that others need
         has_own_shards = one.named_wiring.fixed_shards or one.named_wiring.loader(world.shares)
@@ -58,7 +60,8 @@ def load_models(config, wirings, args, world):
 
 def make_cells(models, args, world):
     """Return {(wiring, batch): (runner, prompts)}, compiled unless --eager. Caches of the same shape are shared."""
-    cells, caches = {}, {}
+    cells = {}
+    caches = {}
     random = torch.Generator().manual_seed(0)
     for (wiring, model), batch in itertools.product(models.items(), args.batch):
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt_length), generator=random).tolist()
@@ -96,9 +99,11 @@ def measure(args, world):
     world.say(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...")
     with next(iter(cells.values()))[0].passes.unguarded():
         rounds = in_turns(ways, args.repeats)
-    environment, lines = benchmarking.environment(world), []
+    environment = benchmarking.environment(world)
+    lines = []
     for (wiring, batch), runs in rounds.items():
-        runner, ms = cells[wiring, batch][0], [1e3 * run.decode_s / (run.new_tokens - 1) for run in runs]
+        runner = cells[wiring, batch][0]
+        ms = [1e3 * run.decode_s / (run.new_tokens - 1) for run in runs]
         read = step_bytes(runner.model, runner.cache, args.prompt_length + args.new_tokens / 2)
         lines.append({
             "model": name, "n_layers": config.n_layers, "quant": config.quant, "wiring": wiring, "batch": batch,
@@ -116,7 +121,8 @@ def measure(args, world):
 
 def tables(lines):
     """Return Markdown tables of decode and of prefill: a row for each wiring, a column for each batch size."""
-    cells, one = {(line["wiring"], line["batch"]): line for line in lines}, lines[0]
+    cells = {(line["wiring"], line["batch"]): line for line in lines}
+    one = lines[0]
 
     def table(key, rate):
         def cell(line, _):
@@ -165,7 +171,8 @@ def is_eager(args):
 
 
 def parse(argv):
-    gpus, cores = torch.cuda.device_count(), available_cores()
+    gpus = torch.cuda.device_count()
+    cores = available_cores()
     length, new, size = (1024, 512, "8b") if gpus else (64, 32, "1b")
     p = flags.Parser(__doc__)
     add_flags(p)

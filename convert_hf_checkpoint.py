@@ -74,7 +74,8 @@ def download(repository, revision=None):
 
 def forms_of(source, config):
     """Return {kind of a matrix, such as w2: {its path in our model: its Form in the source, or None: floats}}."""
-    kinds, may_be_quantized = {}, config_check.quantizable(config)
+    kinds = {}
+    may_be_quantized = config_check.quantizable(config)
     for name in writing.shapes(config):
         path, _, tensor = name.rpartition(".")
         kind = path.rpartition(".")[2]
@@ -189,7 +190,8 @@ class Reader:
         return group(*tensors, self.config) if len(tensors) == 3 else tensors[0]
 
     def read_floats(self, name):
-        names, shape = self.names[name], self.parameters[name].shape
+        names = self.names[name]
+        shape = self.parameters[name].shape
         with torch_errors(names, shape):
             tensor = self.join(*(to_floats(self.source.read(each)) for each in names))
         return checked(names, tensor, shape, self.stored_dtype(name))

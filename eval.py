@@ -28,7 +28,8 @@ from ladder.text.tokenizer import load_tokenizer
 
 
 def parse(argv):
-    p, from_two = flags.Parser(__doc__), number(int, 2)
+    p = flags.Parser(__doc__)
+    from_two = number(int, 2)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights, e.g. demo")
     p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to score, e.g. demo/story.txt")
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
@@ -47,7 +48,9 @@ def read_documents(args, tokenizer):
     """Return (the token ids of each document, BOS included, and the number of bytes without each first token's)."""
     text = checkpoint.read_text(args.text, flag="--text ")
     texts = [part.strip() for part in text.split(SEPARATOR) if part.strip()] if SEPARATOR in text else [text]
-    documents, n_bytes, left = [], 0, args.max_tokens or math.inf
+    documents = []
+    n_bytes = 0
+    left = args.max_tokens or math.inf
     for part in texts:
         ids = tokenizer.encode(part)
         if len(ids) > left:
@@ -86,7 +89,9 @@ def check_finite(nats, folder, model):
 
 def score_text(args, world, model, reference_config, documents, n_bytes, plan):
     """Return (the results for a text as a dict, the results in words). reference_config: of --compare, or None."""
-    n, comparison, words = sum(len(ids) - 1 for ids in documents), {}, ""
+    n = sum(len(ids) - 1 for ids in documents)
+    comparison = {}
+    words = ""
     if reference_config is None:
         nats = total_nats(model, documents, *plan, world.rank == 0) / n
     else:
@@ -104,7 +109,8 @@ def compare(args, world, model, reference_config, documents, plan):
     """Return (nats per token, the comparison with the reference as a dict, the comparison in words)."""
     reference = generate.load_model(reference_config, args.compare, args.dtype, world)
     kl, agree, nats, reference_nats = divergence(model, reference, documents, *plan, world.rank == 0)
-    nats, base = nats.mean().item(), check_finite(reference_nats.mean().item(), args.compare, reference)
+    nats = nats.mean().item()
+    base = check_finite(reference_nats.mean().item(), args.compare, reference)
     same = agree.double().mean().item()
     p99 = kl.kthvalue(math.ceil(0.99 * len(kl))).values.item() if len(kl) >= 100 else None  # of fewer, the maximum
     words = f", {nats - base:+.4f} against {args.compare} ({reference_config.wiring})\n"

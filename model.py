@@ -91,7 +91,8 @@ class Config:
     @functools.cached_property
     def layer_wirings(self):
         """The Wiring of each layer, as a tuple: the named one, or where NAME:N leaves a layer out, usually standard."""
-        named, left_out = self.named_wiring, self.named_wiring.left_out()
+        named = self.named_wiring
+        left_out = self.named_wiring.left_out()
         chosen = wiring_text.choose_layers(self.parsed, named, self.n_layers)
         if len(chosen) < self.n_layers and not named.can_run(left_out):
             raise InputError(f"wiring {self.wiring}: its loop cannot run layers that are {left_out.about!r}")
@@ -243,7 +244,8 @@ def residual_loop(x, sublayers, comm, config):
 
 def interleave(loops):
     """Run loops in turns, so that one computes while another's all-reduce travels; return the last x of each."""
-    xs, begun = (), begin_pass()  # which kernels may stand in is found out once for all layers
+    xs = ()
+    begun = begin_pass()  # which kernels may stand in is found out once for all layers
     try:
         for xs in zip(*loops, strict=True):  # noqa: B007  a round advances each loop to its next yield
             pass
@@ -355,7 +357,8 @@ def list_sublayers(config, layers, metadata=None, cache=None):
 
     At a seam, such as ladder:8 has, nothing is special: each sublayer has the `stale` of its own layer's wiring.
     """
-    sublayers, i = [], 0
+    sublayers = []
+    i = 0
     layers = list(layers)  # a ModuleList takes a microsecond for each look-up
     wirings = wirings_of_layers(config, len(layers))
     while i < len(layers):
@@ -417,7 +420,8 @@ def attend(q, k, v, mask=None):
     # The G query heads of a KV head become one head of G * S queries, so that no key is ever copied.
     B, _, G, S, _ = q.shape
     mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
-    k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
+    k = k[:, :, : mask.shape[-1]]
+    v = v[:, :, : mask.shape[-1]]
     return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask).view(q.shape)
 
 
@@ -428,8 +432,10 @@ def rotate_into_cache(q, k, v, rope, metadata, cache):
     k, v (B, K, 1, S, H). rope: (cos, sin), or None. Returns (q, k, v), the last two (B, K, S, H).
     """
     if rope:
-        q, k = rotate(q, *rope), rotate(k, *rope)
-    k, v = k.squeeze(2), v.squeeze(2)
+        q = rotate(q, *rope)
+        k = rotate(k, *rope)
+    k = k.squeeze(2)
+    v = v.squeeze(2)
     if cache is not None:
         cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)  # (B, S, K, H)
         cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
@@ -445,7 +451,9 @@ class Attention(nn.Module):
 
     def __init__(self, config, query_rows=None):  # query_rows: of wqkv for a query head, by default head_dim
         super().__init__()
-        N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
+        N = config.n_heads
+        K = config.n_kv_heads
+        H = config.head_dim
         self.head_dim = H
         self.group_rows = N // K * (query_rows or H) + 2 * H  # of wqkv for a whole group
         self.wqkv = Linear(config.dim, K * self.group_rows, bias=config.qkv_bias)
@@ -609,7 +617,8 @@ class Transformer(nn.Module):
         of 4 tokens in 2 parts, the first part has the queries 0 and 1 and the keys 0 and 1, which are its own, so that
         it needs no mask; the second has the queries 2 and 3 and the keys 0 to 3.
         """
-        S, fresh = tokens.shape[1], positions is None
+        S = tokens.shape[1]
+        fresh = positions is None
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
         n_keys = 0 if fresh else cache_length - S  # of earlier chunks, in the longest row
@@ -625,7 +634,8 @@ class Transformer(nn.Module):
 
     def embed(self, tokens):
         """Return the embeddings (B, S, D) of tokens (B, S)."""
-        x, scale = self.tok_embeddings(tokens).to(self.dtype), self.config.embedding_scale
+        x = self.tok_embeddings(tokens).to(self.dtype)
+        scale = self.config.embedding_scale
         return x if scale is None else x * x.new_full((), scale)  # rounded to x's dtype, as Gemma was trained
 
     def loop(self, x, metadata, cache=None):
@@ -645,7 +655,8 @@ class Transformer(nn.Module):
 
     def logits(self, x):
         """Return the local logits (..., v) of the normed x (..., D)."""
-        logits, cap = self.output(x), self.config.logit_cap
+        logits = self.output(x)
+        cap = self.config.logit_cap
         return logits if cap is None else cap * (logits / cap).tanh()
 
     def new_cache(self, batch, length):

@@ -35,7 +35,8 @@ from model import build
 from tp import shard_plan
 
 FILE_BYTES = 2**26  # of a written file, or a layer if it is larger: the tensors of a file are in memory at once
-ROWS, LENGTH = 32, 256  # tokens of the text
+ROWS = 32  # of the text, each of LENGTH tokens
+LENGTH = 256
 
 
 def own_text(folder, config, length):
@@ -54,7 +55,8 @@ def own_text(folder, config, length):
 
 def read_tokens(args, config):
     """Return token ids (rows, LENGTH) of the text that the flags ask for, or None for none. Raises InputError."""
-    wiring, length = config.named_wiring, min(LENGTH, config.max_seq_len)
+    wiring = config.named_wiring
+    length = min(LENGTH, config.max_seq_len)
     if args.mode != "int4" or args.text == "none":
         return None
     if wiring.reads_partials or wiring.loop is not wiring.usual_loop:
@@ -76,7 +78,8 @@ def read_tokens(args, config):
 
 def scales_dtype(w):
     """Return the dtype for the scales and zeros of w (N, K): as nearest() says, by the ranges of its rows."""
-    low, high = w.amin(1).float(), w.amax(1).float()
+    low = w.amin(1).float()
+    high = w.amax(1).float()
     return nearest((high - low) / 15, low)
 
 
@@ -93,7 +96,8 @@ def compensated(weights, config, linears, tokens):
     their paths. tokens (B, S): the text.
     """
     model = build(dataclasses.replace(config, quant=None, group_size=None, not_quantized=(), int8=()))
-    results, last = [], [None, None]  # inputs and their second moments: w3 has those of w1
+    results = []
+    last = [None, None]  # inputs and their second moments: w3 has those of w1
 
     def quantize(path, linear, x):
         w = weights.read(f"{path}.weight")
@@ -144,7 +148,8 @@ def quantized(weights, config, tokens=None):
 
     tokens: as compensated() takes them, None: none.
     """
-    model, ready = build(config), {}
+    model = build(config)
+    ready = {}
     stored = dict(model.named_parameters())
     linears = {path for path, m in model.named_modules() if type(m) is QuantLinear and m.bits == 4}
     linears = {path for path in linears if f"{path}.scales" in stored and stored[f"{path}.scales"].dim() == 2}
@@ -154,7 +159,8 @@ def quantized(weights, config, tokens=None):
     def integers(path):
         names = [f"{path}.{name}" for name in ("weight", "scales", "zeros") if f"{path}.{name}" in stored]
         w = weights.read(f"{path}.weight").flatten(0, -2)  # the matrices of all experts become one
-        dtype, step = scales_dtype(w), max(1, rounding.PIECE // w.shape[1])
+        dtype = scales_dtype(w)
+        step = max(1, rounding.PIECE // w.shape[1])
         dtypes = {name: dtype for name in names[1:] if len(names) == 3}
         tensors = {name: torch.empty_like(stored[name], device="cpu", dtype=dtypes.get(name)) for name in names}
         # a bar for each matrix, since an embedding table may take half of the time; only on a terminal
@@ -200,7 +206,8 @@ def main(argv=None):
     outputs.check_absent_first(args.out)
     if args.text and args.mode != "int4":
         raise InputError(f"--text is for int4, not for --mode {args.mode}")
-    config, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
+    config = writing.read_original(args.checkpoint)
+    weights = checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     not_quantized = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
     tied = args.mode == "int4" and config.tie_embeddings and "tok_embeddings" not in not_quantized
@@ -209,11 +216,13 @@ def main(argv=None):
     shard_plan(new, 0, new.named_wiring.shards())  # raises InputError for lanes that would cut groups
     for name, shape in writing.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
-    sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}
+    sizes = {}
+    before = {name: weights.read(name).nbytes for name in weights.names()}
     for name, parameter in build(new).named_parameters():
         new_form = name.endswith(("scales", "zeros")) or parameter.itemsize == 1
         sizes[name] = parameter.nbytes if new_form else before[name]
-    n, total = sum(name.endswith("scales") for name in sizes), sum(before.values())
+    n = sum(name.endswith("scales") for name in sizes)
+    total = sum(before.values())
     if not n:
         raise InputError(f"--keep {args.keep} leaves nothing to quantize")
     print(f"quantizing {n} matrices, of {total / 1e6:,.1f} MB in all, to {args.mode} ...", file=sys.stderr, flush=True)

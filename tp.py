@@ -52,7 +52,8 @@ class TensorParallel(Collectives):
         self.settle_operator = ordered.settle_operator()
         self.tp_size = self.lanes = len(shares)  # ladder/lanes wraps this where a rank holds several lanes
         self.on_host = getattr(group, "on_host", self.on_host)
-        self.vocab_size, self.group_name = config.vocab_size, group.group_name
+        self.vocab_size = config.vocab_size
+        self.group_name = group.group_name
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
         self.first_id = ranges[group.rank()][0]
         self.sizes = [stop - start for start, stop in ranges]
@@ -134,8 +135,11 @@ def head_ranges(config, rank, shares):
     query heads each: rank 0 the rows 0 to 2 H and 4 H to 6 H of wqkv and columns 0 to 2 H of wo; rank 1 rows 2 H to 6 H
     and columns 2 H to 4 H. Rank 2 holds KV head 1 and all its query heads: rows 6 H to 12 H and columns 4 H to 8 H.
     """
-    N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
-    G, tp_size = N // K, len(shares)
+    N = config.n_heads
+    K = config.n_kv_heads
+    H = config.head_dim
+    G = N // K
+    tp_size = len(shares)
     query_rows = config.ask("query_rows") or H  # of wqkv for a query head
     group_rows = G * query_rows + 2 * H
     if tp_size <= K:
@@ -144,8 +148,10 @@ def head_ranges(config, rank, shares):
     kv_head = rank * K // tp_size
     sharers = [r for r in range(tp_size) if r * K // tp_size == kv_head]  # the ranks with a copy of it
     first, end = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
-    start, stop = kv_head * group_rows, (kv_head + 1) * group_rows  # its rows of wqkv
-    queries, key_and_value = (start + first * query_rows, start + end * query_rows), (stop - 2 * H, stop)
+    start = kv_head * group_rows  # its rows of wqkv
+    stop = start + group_rows
+    queries = (start + first * query_rows, start + end * query_rows)
+    key_and_value = (stop - 2 * H, stop)
     return [queries, key_and_value], [((kv_head * G + first) * H, (kv_head * G + end) * H)]
 
 
@@ -290,6 +296,7 @@ def set_parameter(model, name, tensor):
     module = model.get_submodule(path)
     if attribute == "weight" and hasattr(module, "in_features"):  # Attention counts its heads by these
         columns = module.in_features // module.weight.shape[-1]  # of a stored element: 2 in a byte of int4
-        module.out_features, module.in_features = tensor.shape[-2], tensor.shape[-1] * columns
+        module.out_features = tensor.shape[-2]
+        module.in_features = tensor.shape[-1] * columns
     is_parameter = isinstance(tensor, nn.Parameter)
     setattr(module, attribute, tensor if is_parameter else nn.Parameter(tensor, requires_grad=False))

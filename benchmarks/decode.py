@@ -56,7 +56,8 @@ def step_of(model, kind, n, compile=False):
 def ours(config, kind, args):
     if kind.startswith("int"):
         config = dataclasses.replace(config, quant=kind, group_size=64 if kind == "int4" else None)
-    model, compile = load_model(config, args.checkpoint, "bfloat16", WORLD), kind != "eager"
+    model = load_model(config, args.checkpoint, "bfloat16", WORLD)
+    compile = kind != "eager"
 
     def prepare(kind, n):
         run, cache = step_of(model, kind, n, compile)
@@ -70,9 +71,14 @@ def ours(config, kind, args):
 
 def gguf_of_latents(c):
     """Return what `deepseek2` names ({value: number}, {tensor of an attention: shape}, {tensor of experts: shape})."""
-    latent, mixture, N = c.find(Latent), c.find(Mixture), c.n_heads
-    Q, (L, X, R, Y) = latent.query_rank, sizes(latent)
-    E, size, shared = mixture.n_experts, mixture.expert_size, mixture.shared_expert_size
+    latent = c.find(Latent)
+    mixture = c.find(Mixture)
+    N = c.n_heads
+    Q = latent.query_rank
+    L, X, R, Y = sizes(latent)
+    E = mixture.n_experts
+    size = mixture.expert_size
+    shared = mixture.shared_expert_size
     values = {
         "head_count_kv": 1, "rope_dimension_count": R, "q_lora_rank": Q, "kv_lora_rank": L,
         "key_length": L + R, "value_length": L, "key_length_mla": X + R, "value_length_mla": Y,
@@ -98,12 +104,15 @@ def write_gguf(path, c, quant):
     """Write llama.cpp's file of a Config with random weights: a dense Llama, or a mixture with latent attention."""
     import gguf
 
-    queries, kv, mlp = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.intermediate_size
+    queries = c.n_heads * c.head_dim
+    kv = c.n_kv_heads * c.head_dim
+    mlp = c.intermediate_size
     values = {"head_count_kv": c.n_kv_heads, "rope_dimension_count": c.head_dim}
     attention = {
         "attn_q": (queries, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim), "attn_output": (c.dim, queries),
     }  # fmt: skip
-    dense, experts = {"ffn_gate": (mlp, c.dim), "ffn_up": (mlp, c.dim), "ffn_down": (c.dim, mlp)}, {}
+    dense = {"ffn_gate": (mlp, c.dim), "ffn_up": (mlp, c.dim), "ffn_down": (c.dim, mlp)}
+    experts = {}
     if c.find(Latent):
         values, attention, experts = gguf_of_latents(c)
     writer = gguf.GGUFWriter(path, "deepseek2" if c.find(Latent) else "llama")
@@ -118,7 +127,8 @@ def write_gguf(path, c, quant):
         mlp_of_layer = experts if experts and i not in c.find(Mixture).dense_layers else dense
         layer = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,), **attention, **mlp_of_layer}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
-    random, types = numpy.random.default_rng(0), gguf.GGMLQuantizationType
+    random = numpy.random.default_rng(0)
+    types = gguf.GGMLQuantizationType
     for name, shape in shapes.items():
         values = numpy.float32(0.02) * random.standard_normal(shape, numpy.float32)
         kind = types.F32 if len(shape) == 1 or "gate_inp" in name else types[quant.upper() or "BF16"]
@@ -145,8 +155,10 @@ def llama_cpp(config, quant, args):
     def prepare(kind, n):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)
         parameters = llama_cpp.llama_context_default_params()
-        parameters.n_ctx, parameters.n_seq_max = batch * (length + 8), batch
-        parameters.n_batch, parameters.n_ubatch = max(batch * 32, n), max(batch, 512)
+        parameters.n_ctx = batch * (length + 8)
+        parameters.n_seq_max = batch
+        parameters.n_batch = max(batch * 32, n)
+        parameters.n_ubatch = max(batch, 512)
         parameters.n_threads = parameters.n_threads_batch = torch.get_num_threads()
         parameters.kv_unified = False
         context = llama_cpp.llama_init_from_model(model, parameters)
@@ -158,7 +170,10 @@ def llama_cpp(config, quant, args):
             for row in range(batch):
                 for position in range(first, first + count):
                     i = tokens.n_tokens
-                    tokens.token[i], tokens.pos[i], tokens.n_seq_id[i], tokens.seq_id[i][0] = 1, position, 1, row
+                    tokens.token[i] = 1
+                    tokens.pos[i] = position
+                    tokens.n_seq_id[i] = 1
+                    tokens.seq_id[i][0] = row
                     tokens.logits[i] = position == first + count - 1
                     tokens.n_tokens += 1
             assert llama_cpp.llama_decode(context, tokens) == 0
@@ -218,7 +233,8 @@ def measure(args):
     torch.set_num_threads(args.threads)
     name, config = flags.read_config(args)
     if not args.checkpoint:
-        name, config = args.model, dataclasses.replace(config, tie_embeddings=False)
+        name = args.model
+        config = dataclasses.replace(config, tie_embeddings=False)
         if config.find(Latent) and llama_cpp in map(ENGINES.get, args.engines):
             # llama.cpp takes a model without latents of queries only if it has 26 or 27 layers
             with_rank = [

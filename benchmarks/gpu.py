@@ -24,11 +24,22 @@ from ladder.ranks.world import choose_device
 
 def cases(device, traces):
     """Return the commands of all cases. Compiling takes most of the time, longest for a single row: it is tuned."""
-    whole, some, shards, batches = "8b", "8b:4", ["instella:4", "8b:4", "70b:4", "30b-a3b:2"], "1 16"
-    small, step, links, how = "", "", "nvlink roce ib pcie pcie-host ethernet-100g", "--seconds 10 --prompt-length 1024"
+    whole = "8b"
+    some = "8b:4"
+    shards = ["instella:4", "8b:4", "70b:4", "30b-a3b:2"]
+    batches = "1 16"
+    small = ""
+    step = ""
+    links = "nvlink roce ib pcie pcie-host ethernet-100g"
+    how = "--seconds 10 --prompt-length 1024"
     if device == "cpu":
-        whole, some, shards, batches = "1b:1", "1b:1", ["1b:2"], "1 2"
-        small, links, how = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager", "pcie", "--seconds 1 --eager"
+        whole = "1b:1"
+        some = "1b:1"
+        shards = ["1b:2"]
+        batches = "1 2"
+        small = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager"
+        links = "pcie"
+        how = "--seconds 1 --eager"
         step = " --prompt-length 16 --eager"
     decode = f"bench.py --tp 1 --device {device}{small} --batch"
     predict = f"-m extras.measure.sweep --simulate-tp 8 --batch 4 --device {device} {how}"
@@ -65,11 +76,13 @@ def main(argv=None):
     p.add_argument("--json", type=flags.appendable, required=True, metavar="FILE", help="append the lines to this file")
     p.add_argument("--traces", default="gpu-traces", metavar="DIR", help="traces of simulated steps")
     args = p.parse_args(argv)
-    device, end = str(choose_device(args.device)), time.monotonic() + args.seconds
+    device = str(choose_device(args.device))
+    end = time.monotonic() + args.seconds
     if device == "cpu" and args.device != "cpu":
         raise InputError("there is no GPU: --device cpu tries the script")
     for command in cases(device, os.path.abspath(args.traces)):
-        command, left = f"{command} --json {shlex.quote(os.path.abspath(args.json))}", end - time.monotonic()
+        command = f"{command} --json {shlex.quote(os.path.abspath(args.json))}"
+        left = end - time.monotonic()
         print(f"[{left:.0f} s left] python {command}", file=sys.stderr, flush=True)
         if error := run(command, left) if left > 20 else "no time left":  # seconds, as any case needs
             print(f"failed: {error}", file=sys.stderr)

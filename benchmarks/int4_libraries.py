@@ -22,7 +22,9 @@ from ladder.kernels.quant_linear import QuantLinear, dequantize, unpack
 from ladder.ranks import launch
 
 SHAPES = {"cuda": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], "cpu": [(256, 128), (128, 256)]}
-GROUP, ROWS, ROUNDS = 64, (1, 4, 16, 64), 5
+GROUP = 64
+ROWS = (1, 4, 16, 64)
+ROUNDS = 5
 
 
 def make_matrix(N, K, device):
@@ -65,7 +67,8 @@ def gemlite(linear):
 def torchao(packing, linear):
     from torchao.quantization import Int4WeightOnlyConfig, quantize_
 
-    K, N = linear.in_features, linear.out_features
+    K = linear.in_features
+    N = linear.out_features
     plain = torch.nn.Linear(K, N, bias=False, device=linear.weight.device, dtype=torch.bfloat16)
     plain.weight.data.copy_(floats(linear))
     quantize_(plain, Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=packing))
@@ -82,7 +85,9 @@ WAYS = {
 def layer_step(make, rows, device):
     """Return a function that multiplies by a layer's matrices, on a GPU by a graph. Raises what a library raises."""
     generator = torch.Generator(device).manual_seed(0)
-    xs, linears, products = [], [], []
+    xs = []
+    linears = []
+    products = []
     for N, K in SHAPES[device.type]:
         linear = make_matrix(N, K, device)
         exact = bfloat16(linear)
@@ -110,7 +115,8 @@ def main(argv=None):
     flags.add_json_flag(p, "a line for each way and number of rows")
     args = p.parse_args(argv)
     world = launch.join(args.device)
-    lines, names = [], list(WAYS)
+    lines = []
+    names = list(WAYS)
     for rows in ROWS:
         steps = {}
         for name in list(names):
@@ -126,8 +132,8 @@ def main(argv=None):
     if args.json:
         for line in lines:
             outputs.append_line(args.json, line)
-    way, rows, us = lambda x: (x["way"],), lambda x: f"{x['rows']} rows", lambda x, _: f"{x['us']:.0f}"
-    print("us of a layer's products\n\n" + pivot(["way"], lines, way, rows, us))
+    table = pivot(["way"], lines, lambda x: (x["way"],), lambda x: f"{x['rows']} rows", lambda x, _: f"{x['us']:.0f}")
+    print(f"us of a layer's products\n\n{table}")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def make_mixture(folder, n_experts):
 
 def measure(folder, n_experts):
     """Return the result of a case: the checkpoint in the folder, or a mixture that is made in it."""
-    seconds, checkpoint_folder = {}, folder
+    seconds = {}
+    checkpoint_folder = folder
     if n_experts:
         make_mixture(folder, n_experts)
         checkpoint_folder = folder / "converted"

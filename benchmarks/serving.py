@@ -37,7 +37,8 @@ def ask(port, body):
     """Send a request that streams; return (the time at which each event came, its number of tokens)."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    times, last = [], "{}"
+    times = []
+    last = "{}"
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
             times.append(time.perf_counter())
@@ -98,7 +99,8 @@ def main(argv=None):
     p.add_argument("--rounds", type=flags.count, default=5, metavar="N", help="the result is their median")
     p.add_argument("--json", metavar="FILE", default="serving.jsonl", help="append the results here")
     args = p.parse_args(argv)
-    ports, seeds = dict(server.split("=") for server in args.servers), itertools.count()
+    ports = dict(server.split("=") for server in args.servers)
+    seeds = itertools.count()
     for streams in args.streams:
         given = args, streams, seeds
         ways = {name: functools.partial(measure, *given, port) for name, port in ports.items()}

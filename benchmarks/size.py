@@ -52,7 +52,8 @@ LAYOUT = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, token
 
 def tokens(path):
     """Return the tokens of a Python file as texts, without comments, layout and docstrings."""
-    result, before = [], tokenize.NEWLINE
+    result = []
+    before = tokenize.NEWLINE
     with open(ROOT / path, "rb") as file:
         for token in tokenize.tokenize(file.readline):
             starts_statement = before in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
@@ -108,7 +109,8 @@ def sizes():
 
 
 def main():
-    now, agreed = sizes(), json.loads(AGREED.read_text()) if AGREED.is_file() else {}
+    now = sizes()
+    agreed = json.loads(AGREED.read_text()) if AGREED.is_file() else {}
     if "--agree" in sys.argv:
         AGREED.write_text(json.dumps(now, indent=2) + "\n")
     for what, number in now.items():

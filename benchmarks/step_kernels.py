@@ -23,7 +23,10 @@ from ladder.errors import InputError
 from ladder.progress import progress
 from ladder.ranks import launch
 
-FIRST, STEPS, ROUNDS, SHOWN = 2, 16, 5, 20  # tokens of the short run, steps more in the long one, rows of the table
+FIRST = 2  # tokens of the short run
+STEPS = 16  # how many more the long run has
+ROUNDS = 5
+SHOWN = 20  # rows of the table
 
 
 def traced(run, device):
@@ -43,7 +46,8 @@ def step_of(short, long):
 
 def table(kernels, step_us):
     """Return a Markdown table of step_of()'s result for a step that takes step_us."""
-    first, last = list(kernels.items())[:SHOWN], list(kernels.values())[SHOWN:]
+    first = list(kernels.items())[:SHOWN]
+    last = list(kernels.values())[SHOWN:]
     rest = {f"{len(last)} others": tuple(map(sum, zip(*last, strict=True)))} if last else {}
     idle = step_us - sum(us for _, us in kernels.values())
     rows = [*first, *rest.items(), ("between kernels", (0, idle)), ("the step", (0, step_us))]
@@ -56,7 +60,8 @@ def main(argv=None):
     bench.add_flags(p)
     p.set_defaults(model="8b", batch=[1], wiring=["standard"], prompt_length=1024, json="kernels.jsonl")
     args = p.parse_args(argv)
-    args.eager, args.new_tokens = bench.is_eager(args), 512  # as bench.py, whose compiled code then serves
+    args.eager = bench.is_eager(args)
+    args.new_tokens = 512  # as bench.py, whose compiled code then serves
     world = launch.join(args.device, vars(args))
     name, config = flags.read_config(args)
     cells = bench.make_cells(bench.load_models(config, args.wiring, args, world), args, world)

@@ -49,7 +49,8 @@ def make_ways(args, world):
     config = dataclasses.replace(named_size(args.model), vocab_size=32000, tie_embeddings=False)
     # the World keeps them: a model only knows its group's name
     world.groups = {"library": world.group, "none": world.group, "int8": collective("int8")(world)}
-    base, ways = generate.load_model(config, None, "bfloat16", world), {}
+    base = generate.load_model(config, None, "bfloat16", world)
+    ways = {}
     for (comm, wiring), (kind, n) in itertools.product(WAYS, CASES):
         model = copy.copy(base)
         model.config = rewired(config, wiring)
@@ -97,7 +98,8 @@ def run_peer(world, folder):
         some = re.findall(line, run.stdout)
         return [{"ms": int(ms) + int(sync), "bytes": 1024 * int(kb)} for ms, sync, kb in some]
 
-    tokens, chunks = times("Pred"), times("Eval")
+    tokens = times("Pred")
+    chunks = times("Eval")
     if run.returncode or not tokens or not chunks:
         raise InputError(f"--peer {folder}: {program} failed: {(run.stderr or run.stdout)[-300:]}")
     world.gather(None)
@@ -110,7 +112,8 @@ def lines_of(args, world):
     ways = make_ways(args, world)
     progress.at("measurement", timed=False)
     in_turns(ways, 1)  # not measured: it allocates memory
-    runs, made = {key: [] for key in ways}, environment(world)
+    runs = {key: [] for key in ways}
+    made = environment(world)
     for round_number in range(args.rounds):
         for kind, repeats in TURNS.items():
             some = {key: way for key, way in ways.items() if kind in key}

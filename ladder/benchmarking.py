@@ -111,7 +111,8 @@ def pivot(head, lines, row, column, cell):
     row(line): the first cells of its row, a tuple, under `head`. column(line): the head of its column.
     cell(line, {column: line} of its row): the text.
     """
-    columns, rows = list(dict.fromkeys(map(column, lines))), {}
+    columns = list(dict.fromkeys(map(column, lines)))
+    rows = {}
     for line in lines:
         rows.setdefault(row(line), {})[column(line)] = line
     cells = [[*first, *(cell(by[c], by) if c in by else "" for c in columns)] for first, by in rows.items()]

@@ -24,11 +24,13 @@ def _folders(controller):
     except (OSError, ValueError):  # not Linux
         return
     for before, _, after in mounts:
-        (root, mount), (kind, *_, options) = before.split()[3:5], after.split()
+        root, mount = before.split()[3:5]
+        kind, *_, options = after.split()
         for _, names, path in own:
             version_1 = kind == "cgroup" and controller in names.split(",") and controller in options.split(",")
             if version_1 or (kind == "cgroup2" and not names):
-                top, below = ROOT / mount.lstrip("/"), os.path.relpath(path, root)
+                top = ROOT / mount.lstrip("/")
+                below = os.path.relpath(path, root)
                 folder = top if below.startswith("..") else top / below
                 yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
 
@@ -44,7 +46,8 @@ def free_bytes():
     for folder in _folders("memory"):
         for limit, usage in ("max", "current"), ("high", "current"), ("limit_in_bytes", "usage_in_bytes"):
             with contextlib.suppress(OSError, ValueError):
-                [limit], [used] = _read_limits(folder, f"memory.{limit}"), _read_limits(folder, f"memory.{usage}")
+                [limit] = _read_limits(folder, f"memory.{limit}")
+                [used] = _read_limits(folder, f"memory.{usage}")
                 stat = dict(re.findall(r"(\w+) (\d+)", (folder / "memory.stat").read_text()))
                 cached = (stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
                 free = min(free, max(0, limit - used + sum(map(int, cached))))
@@ -59,7 +62,8 @@ def cpus():
             quota, period = _read_limits(folder, "cpu.max")
             result = min(result, quota / period)
         with contextlib.suppress(OSError, ValueError):
-            [quota], [period] = _read_limits(folder, "cpu.cfs_quota_us"), _read_limits(folder, "cpu.cfs_period_us")
+            [quota] = _read_limits(folder, "cpu.cfs_quota_us")
+            [period] = _read_limits(folder, "cpu.cfs_period_us")
             result = min(result, quota / period if quota > 0 else math.inf)  # -1: no limit
     return result
 

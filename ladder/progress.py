@@ -28,13 +28,18 @@ class Progress:
         """Note where this rank is from now on, as in at("decode step", 57)."""
         self.beats += 1
         if not self.fixed:
-            self.phase, self.step, self.timed = phase, step, timed
+            self.phase = phase
+            self.step = step
+            self.timed = timed
 
     @contextlib.contextmanager
     def during(self, phase):
         """Stay in a phase that may take any time, whatever the block notes, and then return to where this rank was."""
         before = self.fixed, self.phase, self.step, self.timed
-        self.fixed, self.phase, self.step, self.timed = True, phase, None, False
+        self.fixed = True
+        self.phase = phase
+        self.step = None
+        self.timed = False
         try:
             yield
         finally:
@@ -48,7 +53,8 @@ class Progress:
         Yields a clock, whose `seconds` say at the end how long the block took.
         """
         self.at(phase, step)
-        clock, start = types.SimpleNamespace(), time.perf_counter()
+        clock = types.SimpleNamespace()
+        start = time.perf_counter()
         yield clock
         clock.seconds = time.perf_counter() - start
         self.at("output", timed=False)

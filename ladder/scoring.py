@@ -19,10 +19,12 @@ def windows(n, size, stride):
 
     They advance by stride < size: after the first window, tokens are predicted from at least size - stride tokens.
     """
-    stop, result = 1, []
+    stop = 1
+    result = []
     while stop < n:
         start = max(0, min(n - size, stop - (size - stride))) if result else 0
-        first, stop = stop, min(start + size, n)
+        first = stop
+        stop = min(start + size, n)
         result.append((start, stop, first))
     return result
 
@@ -34,7 +36,8 @@ def predictions(models, documents, size, stride, batch, show=False):
     They come from windows of the documents, which are lists of ids: all tokens but each document's first.
     """
     plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
-    device, step = models[0].device, max(1, MAX_LOGITS // models[0].config.vocab_size)
+    device = models[0].device
+    step = max(1, MAX_LOGITS // models[0].config.vocab_size)
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=None if show else True):
         progress.at("scoring of batch", i // batch)
         rows = plan[i : i + batch]
@@ -63,7 +66,8 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
     """
     columns = []
     for (q, p), tokens in predictions([model, reference], documents, size, stride, batch, show):
-        kl, agree = (p.exp() * (p - q)).sum(-1), q.argmax(-1) == p.argmax(-1)
+        kl = (p.exp() * (p - q)).sum(-1)
+        agree = q.argmax(-1) == p.argmax(-1)
         nats = [F.nll_loss(x, tokens, reduction="none") for x in (q, p)]
         columns.append([x.cpu() for x in (kl, agree, *nats)])
     return [torch.cat(column) for column in zip(*columns, strict=True)]

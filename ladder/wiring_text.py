@@ -63,7 +63,8 @@ def wiring_name(name, parameter=None, stale=None, lanes=None):
 
 def choose_layers(parsed, wiring, n):
     """Return the layers, of n, that a Parsed wires so. wiring: its model.Wiring. Raises InputError."""
-    parameter, text = parsed.parameter, wiring_name(*parsed)
+    parameter = parsed.parameter
+    text = wiring_name(*parsed)
     chosen = parameter if isinstance(parameter, tuple | range) else range(n % wiring.blocks, n)
     if isinstance(parameter, int) and wiring.takes_layers:
         chosen = range(max(-1, n - parameter), n)  # -1: too many, refused below
@@ -72,7 +73,8 @@ def choose_layers(parsed, wiring, n):
         raise InputError(f"wiring {text} does not fit {n} layers: {fit}")
     if wiring.stale > 2 * n:
         raise InputError(f"wiring {text} is {wiring.stale} sublayers stale: {n} layers take up to {2 * n}")
-    blocks, firsts = wiring.blocks, sorted(chosen)[:: wiring.blocks]
+    blocks = wiring.blocks
+    firsts = sorted(chosen)[:: wiring.blocks]
     if sorted(chosen) != [i + j for i in firsts for j in range(blocks)]:
         raise InputError(f"wiring {text}: its layers are wired in groups of {blocks} neighbours, e.g. 0-{blocks - 1}")
     return chosen

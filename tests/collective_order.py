@@ -15,7 +15,8 @@ class Recorder(model.SingleDevice):
     """Writes down what the wiring asks of the collectives; a pending all-reduce is its number."""
 
     def __init__(self):
-        self.events, self.started = [], 0
+        self.events = []
+        self.started = 0
 
     def start(self, partial):
         self.started += 1
@@ -55,7 +56,8 @@ def generated_code(config, world, batch, length, dtype):
     net = shard(config, world, dtype)
     with mock.patch.dict(compiling.CPU_OPTIONS, cpp_wrapper=False):
         runner = Runner(net, None, compile=True, compile_prefill=True)
-    step, kwargs = runner.passes.prefill, {"cache": net.new_cache(batch, 16)}
+    step = runner.passes.prefill
+    kwargs = {"cache": net.new_cache(batch, 16)}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
         step = runner.passes.decode
@@ -70,7 +72,8 @@ MATMUL = r"extern_kernels\.(mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.(sk
 def order_in_code(source):
     """Matmuls (c), starts and waits in a generated wrapper, in order; a wait bears the number of its start."""
     source = re.sub(r"reinterpret_tensor\((\w+), \([^()]*\), \([^()]*\), \d+\)", r"\1", source)
-    events, started = [], []
+    events = []
+    started = []
     for line in (line.split("#")[0] for line in source.splitlines()):
         waited = re.search(r"(?:ladder\.settle\w*\.default\(\w+, |wait_tensor\.default\()(\w+)", line)
         if start := re.search(r"all_reduce_\.default\((\w+),", line):

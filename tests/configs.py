@@ -41,7 +41,8 @@ def change(config, **changes):
     """Return a changed copy of a config. mixture={setting: value} changes or adds that architecture; None drops it."""
     own = {each.name: each for each in config.architecture}
     for name in changes.keys() & ARCHITECTURES.keys():
-        settings, before = changes.pop(name), own.pop(name, None)
+        settings = changes.pop(name)
+        before = own.pop(name, None)
         if settings is not None:
             own[name] = dataclasses.replace(before, **settings) if before else find_architecture(name)(**settings)
     return dataclasses.replace(config, architecture=tuple(own.values()), **changes)
@@ -87,7 +88,8 @@ def staleness(config):
 
 def queued(sublayers, all_reduce, stale):
     """Seconds, if each sublayer waits for all sums but of the last so many before it; one at a time is on its way."""
-    now, there = 0.0, [0.0]
+    now = 0.0
+    there = [0.0]
     for i, seconds in enumerate(sublayers):
         now = max(now, there[max(0, i - stale[i])]) + seconds
         there.append(max(there[-1], now) + all_reduce)

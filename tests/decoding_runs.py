@@ -31,7 +31,8 @@ def cell_texts(world, words):
     args = bench.parse(words)
     name, config = flags.read_config(args)
     cells = bench.make_cells(bench.load_models(config, args.wiring, args, world), args, world)
-    answers, sample = [], Sampler(0)
+    answers = []
+    sample = Sampler(0)
     for _ in range(2):  # in turns
         for (wiring, batch), (runner, prompts) in cells.items():
             model = generate.load_model(rewired(config, wiring), args.checkpoint, args.dtype, world)
@@ -51,7 +52,8 @@ def make_runner(net, draft, count, rows, length, compile=False):
 
 def run_generate(*args, stdin=""):
     """(stdout, stderr) of generate.py in this process."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         m.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         run_main(generate, *args)
@@ -64,7 +66,8 @@ def generate_json(folder, *args, out, ranks=1, launched=False):
     if launched:  # as a user starts it, with torchrun
         done = script("generate.py", *args, ranks=ranks)
         assert done.returncode == 0, done.stderr
-        printed, said = done.stdout, done.stderr
+        printed = done.stdout
+        said = done.stderr
     else:
         printed, said = run_generate(*args) if ranks == 1 else main_on_ranks(ranks, generate.main, *args)[0]
     return json.loads(out.read_text().splitlines()[-1]), printed, said
@@ -81,7 +84,9 @@ def answer_in_turns(world, config, requests, n_rows, few_sizes=False):
     net = shard(config, world)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("extras.serve.rows.SHORT_CHUNK", 5)  # so that a prompt takes several, between others' steps
-        runner, sizes, decode = Runner(net, net.new_cache(n_rows, config.max_seq_len)), [], Runner.decode
+        runner = Runner(net, net.new_cache(n_rows, config.max_seq_len))
+        sizes = []
+        decode = Runner.decode
         runner.passes.graphs = few_sizes  # as where steps are captured
         rows = Rows(runner, config.eos_ids)
 
@@ -90,7 +95,9 @@ def answer_in_turns(world, config, requests, n_rows, few_sizes=False):
             return decode(self, tokens, *args)
 
         patch.setattr(Runner, "decode", counted)
-        answers, of_row, left = [[] for _ in requests], {}, list(enumerate(requests))
+        answers = [[] for _ in requests]
+        of_row = {}
+        left = list(enumerate(requests))
         while left or rows.busy:
             free = [i for i, row in enumerate(rows) if not row.request]
             while left and free and left[0][1][0] <= rows.passes:

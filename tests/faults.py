@@ -41,7 +41,8 @@ def prepare(phase, kind, note):
     _, module, names, number, _ = PHASES[phase]
     *owners, name = names.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    inner, calls = getattr(owner, name), 0
+    inner = getattr(owner, name)
+    calls = 0
 
     @functools.wraps(inner)
     def wrapped(*args, **kwargs):

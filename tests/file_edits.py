@@ -67,7 +67,8 @@ def changed_bytes(draw, data):
     """Change, remove, insert or double some bytes, mostly early ones."""
     data = bytearray(data)
     for _ in range(draw.choice([1, 1, 2, 8])):
-        at, n = draw.randrange(min(len(data), draw.choice([32, 2**10, 2**30])) + 1), draw.choice([1, 2, 8, 100])
+        at = draw.randrange(min(len(data), draw.choice([32, 2**10, 2**30])) + 1)
+        n = draw.choice([1, 2, 8, 100])
         number = draw.choice(NUMBERS).to_bytes(16, "little", signed=True)[:8]
         piece = draw.choice([b"", draw.randbytes(n), bytes(n), data[at : at + n] * 2, number])
         data[at : at + (len(piece) if draw.random() < 0.5 else n)] = piece

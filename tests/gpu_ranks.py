@@ -36,7 +36,8 @@ def ids(net, way="captured", new=20, sample=(0,), draft=False, splits=None):
     """[ids of each row], generated eagerly, with captured steps, or with compiled and captured ones."""
     runner = Runner(net, make_cache(net, 2, 40), way == "compiled", splits=splits)
     if way == "eager":
-        runner.passes.graphs, runner.passes.decode = None, net
+        runner.passes.graphs = None
+        runner.passes.decode = net
     runner.draft = Ngrams(3) if draft else None
     rows = generate(runner, PROMPTS, new, Sampler(*sample, device=net.device)).rows
     graphs = runner.passes.graphs
@@ -46,7 +47,8 @@ def ids(net, way="captured", new=20, sample=(0,), draft=False, splits=None):
 
 def ids_equal(world, changes, shares=None, way="captured", *how):
     """Whether the ranks generate what one does, in float32."""
-    config, world = change(CONFIG, **changes), copy.copy(world)
+    config = change(CONFIG, **changes)
+    world = copy.copy(world)
     world.shares = shares or world.shares
     state = random_model(config).state_dict()
     alone, several = (shard(config, w, state=state).to(world.device) for w in (None, world))
@@ -97,7 +99,8 @@ def order_right(world, _):
 
 def cases(tp_size):
     """Return [(name, check, its arguments)], the telling ones first: compiling takes longest."""
-    ladder, nucleus = {"wiring": "ladder"}, (0.8, None, 0.9)
+    ladder = {"wiring": "ladder"}
+    nucleus = (0.8, None, 0.9)
     some = [(w, ids_equal, ({"wiring": w},)) for w in ("standard", "ladder")]
     others = {w: {"wiring": w} for w in ("parallel-ladder", f"spd/{tp_size}")} | {"mixture": MIXTURE | ladder}
     return [
@@ -122,12 +125,14 @@ def main():
     p.add_argument("--device", required=True)
     p.add_argument("--comm", default="library", help="or gloo")
     p.add_argument("--seconds", type=float, default=60, help="start no case after so many")
-    args, start = p.parse_args(), time.monotonic()
+    args = p.parse_args()
+    start = time.monotonic()
     if args.comm == "gloo":
         shared_gpu.nccl_version = lambda: (0, 0, 0)  # one that refuses
     world = launch.join(args.device, {"comm": args.comm.replace("gloo", "library")})
     progress.at("tests", timed=False)
-    on_gpu, on_host = world.device.type == "cuda", getattr(world.group, "on_host", ())
+    on_gpu = world.device.type == "cuda"
+    on_host = getattr(world.group, "on_host", ())
     failed = []
     for name, check, arguments in cases(world.tp_size):
         if ("compiled" in name or check is order_right) and (not on_gpu or "sums" in on_host):

@@ -153,7 +153,8 @@ def load_folder(folder):
 
 def folder_logits(world, folder, prompt=None, how=None):
     """last_logits of a rank's shard of a checkpoint folder, in float32; prompt: tokens, lengths, or unequal rows."""
-    config, weights = checkpoint.read_config(folder), checkpoint.Weights(folder)
+    config = checkpoint.read_config(folder)
+    weights = checkpoint.Weights(folder)
     net = shard(config, world, weights=weights)
     return last_logits(net, *(prompt or unequal_rows(config)), **(how or {}))
 
@@ -199,7 +200,8 @@ def second_best(logits, comm, sampler):
 @contextlib.contextmanager
 def counted_kernels():
     """A Counter of how often each kernel stands in, by the name of its plain function, of those that are in use now."""
-    counts, before = collections.Counter(), [(function, function.kernels) for function in registry.used]
+    counts = collections.Counter()
+    before = [(function, function.kernels) for function in registry.used]
 
     def counted(kernel):
         def run(*arguments, **named):
@@ -222,7 +224,9 @@ def naive(logits, temperature, top_k, top_p, min_p=0.0):
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[:top_k]
     weights = {i: math.exp((float(logits[i]) - float(logits[order[0]])) / temperature) for i in order}
     weights = {i: weight for i, weight in weights.items() if weight >= min_p}
-    total, mass, kept = sum(weights.values()), 0.0, {}
+    total = sum(weights.values())
+    mass = 0.0
+    kept = {}
     for i in weights:
         if mass >= top_p:
             break
@@ -253,10 +257,12 @@ def check_split_attention(count, window, T, device, sinks=None):
     from ladder.architectures.heads import attend_with_sinks
     from ladder.kernels.gpu.split_attention import KEY_BLOCK, split_attend  # imports the compiler
 
-    generator, starts = seeded(0), torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
+    generator = seeded(0)
+    starts = torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
     q = torch.randn(5, 2, 4, count, 16, generator=generator)
     k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
-    positions, keys = starts + torch.arange(count), torch.arange(T)
+    positions = starts + torch.arange(count)
+    keys = torch.arange(T)
     mask = (keys <= positions[..., None]) & (keys > positions[..., None] - (window or T))
     plain = attend(q, k, v, mask) if sinks is None else attend_with_sinks(q, k, v, mask, sinks)
     plain = plain.flatten(2, 3)

@@ -168,7 +168,8 @@ def as_on_the_hub(folder):
     hf = read_json(path)
     rope = hf.pop("rope_parameters")
     if "full_attention" in rope:
-        near, rope = rope["sliding_attention"], rope["full_attention"]
+        near = rope["sliding_attention"]
+        rope = rope["full_attention"]
         if hf["model_type"] == "gemma3_text":
             hf["rope_local_base_freq"] = near["rope_theta"]
     hf["rope_theta"] = rope.pop("rope_theta")

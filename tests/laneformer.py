@@ -11,9 +11,11 @@ from reference import rms_norm
 def frequencies(hf, H):
     found = []
     for i in range(H // 2):
-        f, s = hf["rope_theta"] ** (-2 * i / H), hf.get("rope_scaling")
+        f = hf["rope_theta"] ** (-2 * i / H)
+        s = hf.get("rope_scaling")
         if s:
-            wavelength, context = 2 * np.pi / f, s["original_max_position_embeddings"]
+            wavelength = 2 * np.pi / f
+            context = s["original_max_position_embeddings"]
             stretched = f / s["scaling_factor"]
             turns = (context / wavelength - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
             f = stretched + min(max(turns, 0), 1) * (f - stretched)
@@ -38,18 +40,24 @@ class Laneformer:
         return rms_norm(x, self.w[f"{name}.scale"][lane] if scale is None else scale, self.hf["norm_eps"])
 
     def windowed(self, layer):
-        hf, n = self.hf, self.hf["num_hidden_layers"]
+        hf = self.hf
+        n = self.hf["num_hidden_layers"]
         first = hf.get("sliding_window_n_layers", 0)
         chosen = hf.get("swa_layers") or (range(first) if first >= 0 else range(n + first, n))
         return layer in chosen and layer not in hf.get("unclamped_layers", [])
 
     def attention(self, layer, x, lane):
         wq, wk, wv, wo = (self.w[f"model.layers.{layer}.attention.w{letter}.weight"][lane] for letter in "qkvo")
-        H, S = self.H, len(x)
+        H = self.H
+        S = len(x)
         angles = np.outer(np.arange(S), frequencies(self.hf, H))
-        q, k, v = x @ wq.T, x @ wk.T, x @ wv.T
-        shared, heads = q.shape[1] // k.shape[1], []
-        i, j = np.arange(S)[:, None], np.arange(S)
+        q = x @ wq.T
+        k = x @ wk.T
+        v = x @ wv.T
+        shared = q.shape[1] // k.shape[1]
+        heads = []
+        i = np.arange(S)[:, None]
+        j = np.arange(S)
         hidden = j > i
         if self.windowed(layer):
             hidden = hidden | (j <= i - self.hf["sliding_window"])
@@ -69,11 +77,15 @@ class Laneformer:
 
     def logits(self, tokens):
         """(S, V) for one sequence of token ids."""
-        hf, L, delay = self.hf, self.hf["num_lanes"], self.hf["broadcast_delay"]
-        x, partials = [self.w["model.tok_embeddings.weight"][np.asarray(tokens)]] * L, {}
+        hf = self.hf
+        L = self.hf["num_lanes"]
+        delay = self.hf["broadcast_delay"]
+        x = [self.w["model.tok_embeddings.weight"][np.asarray(tokens)]] * L
+        partials = {}
         for layer in range(hf["num_hidden_layers"]):
             for kind, norm, comm in (("attention", "attention_norm", "attention"), ("feed_forward", "ffn_norm", "mlp")):
-                name, h = f"model.layers.{layer}.{norm}", getattr(self, kind)
+                name = f"model.layers.{layer}.{norm}"
+                h = getattr(self, kind)
                 p = [h(layer, self.norm(x[lane], name, lane), lane) for lane in range(L)]
                 partials[kind, layer] = p
                 if layer < delay and hf.get("use_early_comm", True):

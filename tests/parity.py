@@ -31,7 +31,8 @@ def check_against_the_reference(config, reference=Reference, **compile):
     tokens, lengths = unequal_rows(config)
     with torch.no_grad():
         logits = net(tokens)
-    decoded, reference = last_logits(net, tokens, lengths, **compile), reference(config, net.state_dict())
+    decoded = last_logits(net, tokens, lengths, **compile)
+    reference = reference(config, net.state_dict())
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))
         assert (logits[row, :length] - expected).abs().max() < 1e-4
@@ -50,7 +51,8 @@ def reference_logits(config, shares):
     shares = (1,) * shares if isinstance(shares, int) else shares
     plans = [tp.shard_plan(config, rank, shares) for rank in range(len(shares))]
     shards = [(tuple(i // config.head_dim for i in p["wo"][1][0]), p["w2"][1][0]) for p in plans]
-    reference, rows = Reference(config, net.state_dict(), shards), []
+    reference = Reference(config, net.state_dict(), shards)
+    rows = []
     for row, length in zip(tokens, lengths, strict=True):
         # each rank computes its vocabulary from its own stream; they differ in the upper bound
         whole = [logits[-4:] for logits in reference.all_logits(row[:length])]
@@ -72,7 +74,8 @@ def check_ranks_against_the_reference(shares, cases, **how):
 
 def long_memory(config):
     """A random_model whose layers of linear attention, if it has some, remember far more than random ones."""
-    net, generator = random_model(config), seeded(0)
+    net = random_model(config)
+    generator = seeded(0)
     for name, parameter in net.named_parameters():
         if name.endswith("A_log"):
             torch.nn.init.uniform_(parameter, -5, 0, generator)
@@ -92,7 +95,8 @@ def logits_of_ways(world, config, state, ways):
 def check_ranks_against_one_device(ranks, configs, ways):
     """In each of the ways the logits are those of whole rows, one by one, without padding and without a cache."""
     for config in configs:
-        state, rows = long_memory(config).state_dict(), zip(*unequal_rows(config, length=14), strict=True)
+        state = long_memory(config).state_dict()
+        rows = zip(*unequal_rows(config, length=14), strict=True)
         net = shard(config, state=state)
         with torch.no_grad():
             expected = torch.stack([net(row[None, :n])[0, -5:] for row, n in rows])

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 def in_groups(w, size, symmetric=False, seed=0):
     """Integers q (N, K), scales (N, G) in float16, and zero points (N, G): W is about s (q - z)."""
     w = w.double().numpy().reshape(len(w), -1, size)
-    low, high = np.minimum(w.min(-1), 0), np.maximum(w.max(-1), 0)
+    low = np.minimum(w.min(-1), 0)
+    high = np.maximum(w.max(-1), 0)
     s = np.abs(w).max(-1) / 7.5 if symmetric else (high - low) / 15
     s = np.maximum(s, 1e-5).astype(np.float16)
     z = np.full(s.shape, 8) if symmetric else np.round(-low / s).clip(1, 15).astype(int)
@@ -83,9 +84,11 @@ def pack_quantized(w, seed, symmetric=True, act_order=False, size=32):
 def fp8(w, seed, rows=1, columns=None, name="weight_scale", shape=None, scale_of=lambda least: least):
     """In blocks of so many rows and columns; the last ones may be smaller. scale_of(the least scale that fits)."""
     N, K = w.shape
-    rows, columns = rows or N, columns or K
+    rows = rows or N
+    columns = columns or K
     scales = torch.empty(math.ceil(N / rows), math.ceil(K / columns))
-    stored, result = torch.empty(N, K, dtype=torch.float8_e4m3fn), torch.empty(N, K, dtype=torch.float64)
+    stored = torch.empty(N, K, dtype=torch.float8_e4m3fn)
+    result = torch.empty(N, K, dtype=torch.float64)
     for i in range(len(scales)):
         for j in range(len(scales[0])):
             at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
@@ -127,7 +130,9 @@ def write_quantized(folder, theirs, make, settings, chosen=lambda name: name.end
     Returns {name of a matrix: q}.
     """
     folder.mkdir()
-    values, state, integers = theirs.config.to_dict(), {}, {}
+    values = theirs.config.to_dict()
+    state = {}
+    integers = {}
     with torch.no_grad():
         for seed, (name, w) in enumerate(theirs.state_dict().items()):
             if chosen(name):
@@ -145,8 +150,10 @@ def write_quantized(folder, theirs, make, settings, chosen=lambda name: name.end
 
 def mxfp4(w, seed):
     """Draw an MXFP4 matrix of w's shape (E, N, K): its parts, what they mean, and no integers."""
-    draw, table = np.random.default_rng(seed), [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-    q, e = draw.integers(0, 16, w.shape), draw.integers(120, 124, (*w.shape[:-1], w.shape[-1] // 32))
+    draw = np.random.default_rng(seed)
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    q = draw.integers(0, 16, w.shape)
+    e = draw.integers(120, 124, (*w.shape[:-1], w.shape[-1] // 32))
     pairs = q.reshape(*e.shape, 16, 2)
     parts = {"blocks": pairs[..., 0] | pairs[..., 1] << 4, "scales": e}
     result = torch.from_numpy(np.array(table)[q] * np.repeat(2.0 ** (e - 127), 32, -1))

@@ -88,7 +88,9 @@ def dequantized_state(state):
 
 def e4m3_value(bits):
     """What the bits of e4m3 stand for, by the definition: 1 of sign, 4 of exponent (bias 7), 3 of mantissa."""
-    sign, exponent, mantissa = -1 if bits & 128 else 1, bits >> 3 & 15, bits & 7
+    sign = -1 if bits & 128 else 1
+    exponent = bits >> 3 & 15
+    mantissa = bits & 7
     return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2 ** (exponent - 7))
 
 
@@ -115,7 +117,8 @@ def expected_logits(config):
     exact = dequantized_state(quantized_state(config))
     if config.tie_embeddings:
         exact["output.weight"] = exact["tok_embeddings.weight"]
-    reference, rows = Reference(config, exact), zip(*unequal_rows(config), strict=True)
+    reference = Reference(config, exact)
+    rows = zip(*unequal_rows(config), strict=True)
     return [torch.from_numpy(reference.logits(row[:length]))[-4:] for row, length in rows]
 
 

@@ -34,13 +34,16 @@ def heads_of(config):
 
 
 def rope_angles(config, length, windowed=False):
-    frequencies, R, theta = [], config.rotary_dim or config.head_dim, config.rope_theta
+    frequencies = []
+    R = config.rotary_dim or config.head_dim
+    theta = config.rope_theta
     if windowed and heads_of(config).window_rope_theta:
         return np.outer(np.arange(length), [heads_of(config).window_rope_theta ** (-2 * i / R) for i in range(R // 2)])
     for i in range(R // 2):
         f = theta ** (-2 * i / R)
         s = config.rope_scaling or {}
-        original, wavelength = s.get("original_max_position_embeddings"), 2 * np.pi / f
+        original = s.get("original_max_position_embeddings")
+        wavelength = 2 * np.pi / f
         if s.keys() == {"factor"}:
             f = f / s["factor"]
         elif "long_factor" in s:
@@ -49,7 +52,8 @@ def rope_angles(config, length, windowed=False):
             fast, slow = (
                 R / 2 * np.log(original / 2 / np.pi / s[beta]) / np.log(theta) for beta in ("beta_fast", "beta_slow")
             )
-            fast, slow = max(np.floor(fast), 0), min(np.ceil(slow), R - 1)
+            fast = max(np.floor(fast), 0)
+            slow = min(np.ceil(slow), R - 1)
             stretched = np.clip((i - fast) / max(slow - fast, 0.001), 0, 1)
             f = stretched * f / s["factor"] + (1 - stretched) * f
         elif s:
@@ -67,7 +71,8 @@ def rotate(x, angles):
     half = angles.shape[1]
     out = x.copy()
     for i in range(half):
-        c, s = np.cos(angles[:, i]), np.sin(angles[:, i])
+        c = np.cos(angles[:, i])
+        s = np.sin(angles[:, i])
         out[:, i] = x[:, i] * c - x[:, i + half] * s
         out[:, i + half] = x[:, i + half] * c + x[:, i] * s
     return out
@@ -82,7 +87,8 @@ class Reference:
         self.shards = shards or [((0, config.n_heads), (0, config.intermediate_size))]
 
     def norm(self, x, name):
-        weight, eps = self.w[name + ".weight"], self.c.norm_eps
+        weight = self.w[name + ".weight"]
+        eps = self.c.norm_eps
         if self.c.norm == "layer":
             return layer_norm(x, weight, eps, self.w[name + ".bias"])
         return rms_norm(x, weight + (self.c.norm == "rms+1"), eps)
@@ -93,13 +99,18 @@ class Reference:
         return self.norm(x, norm) if not postnorm or postnorm.input_norms else x
 
     def attention(self, layer, x, shard, norm="attention_norm"):
-        c, w, heads = self.c, self.w, heads_of(self.c)
-        H, G, p = c.head_dim, c.n_heads // c.n_kv_heads, f"layers.{layer}."
+        c = self.c
+        w = self.w
+        heads = heads_of(self.c)
+        H = c.head_dim
+        G = c.n_heads // c.n_kv_heads
+        p = f"layers.{layer}."
         qkv = self.read(x, p + norm) @ w[p + "attention.wqkv.weight"].T
         if c.qkv_bias:
             qkv = qkv + w[p + "attention.wqkv.bias"]
         windowed = layer in heads.window_layers
-        angles, out = rope_angles(c, len(x), windowed), 0.0
+        angles = rope_angles(c, len(x), windowed)
+        out = 0.0
         factor = 1 if windowed and heads.window_rope_theta else (c.rope_scaling or {}).get("attention_factor", 1)
         if heads.whole_qk_norm:
             grouped = qkv.reshape(len(x), c.n_kv_heads, G + 2, H)
@@ -109,11 +120,15 @@ class Reference:
             qkv = grouped.reshape(len(x), -1)
         for head in range(*shard[0]):
             group = qkv[:, head // G * (G + 2) * H :][:, : (G + 2) * H]
-            q, k, v = group[:, head % G * H :][:, :H], group[:, G * H : (G + 1) * H], group[:, (G + 1) * H :]
+            q = group[:, head % G * H :][:, :H]
+            k = group[:, G * H : (G + 1) * H]
+            v = group[:, (G + 1) * H :]
             if heads.qk_norm and not heads.whole_qk_norm:
-                q, k = self.norm(q, p + "attention.q_norm"), self.norm(k, p + "attention.k_norm")
+                q = self.norm(q, p + "attention.q_norm")
+                k = self.norm(k, p + "attention.k_norm")
             if layer not in heads.nope_layers:
-                q, k = rotate(q, angles), rotate(k, angles)
+                q = rotate(q, angles)
+                k = rotate(k, angles)
                 q[:, : 2 * angles.shape[1]] *= factor
                 k[:, : 2 * angles.shape[1]] *= factor
             scores = q @ k.T / np.sqrt(H) * (heads.query_scale or 1)
@@ -132,11 +147,15 @@ class Reference:
         return out + w[p + "attention.wo.bias"] if c.wo_bias and first else out
 
     def mlp(self, layer, x, shard, norm="ffn_norm"):
-        w, p, (a, b) = self.w, f"layers.{layer}.", shard[1]
+        w = self.w
+        p = f"layers.{layer}."
+        a, b = shard[1]
         x = self.read(x, p + norm)
-        gate, up = x @ w[p + "feed_forward.w1.weight"][a:b].T, x @ w[p + "feed_forward.w3.weight"][a:b].T
+        gate = x @ w[p + "feed_forward.w1.weight"][a:b].T
+        up = x @ w[p + "feed_forward.w3.weight"][a:b].T
         if self.c.mlp_bias:
-            gate, up = gate + w[p + "feed_forward.w1.bias"][a:b], up + w[p + "feed_forward.w3.bias"][a:b]
+            gate = gate + w[p + "feed_forward.w1.bias"][a:b]
+            up = up + w[p + "feed_forward.w3.bias"][a:b]
         inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
         gate = gate * (1 + np.tanh(inner)) / 2 if self.c.activation == "gelu_tanh" else gate / (1 + np.exp(-gate))
         out = gate * up @ w[p + "feed_forward.w2.weight"][:, a:b].T
@@ -148,9 +167,11 @@ class Reference:
 
     def wiring(self):
         """(the Wiring, its layers, the n of desync, by how much it is stale) that the config's text names."""
-        c, found = self.c, re.fullmatch(r"(.*?)(-\d+)?(?::([^/]*))?(?:/\d+)?", self.c.wiring)
+        c = self.c
+        found = re.fullmatch(r"(.*?)(-\d+)?(?::([^/]*))?(?:/\d+)?", self.c.wiring)
         name, stale, chosen = found.groups()
-        wiring, layers = find_wiring(name), [*range(c.n_layers % find_wiring(name).blocks, c.n_layers)]
+        wiring = find_wiring(name)
+        layers = [*range(c.n_layers % find_wiring(name).blocks, c.n_layers)]
         if chosen and name != "desync":
             numbers = [int(number) for number in re.findall(r"\d+", chosen)]
             if "-" in chosen:
@@ -161,7 +182,8 @@ class Reference:
 
     def parts(self, layer, wiring):
         """What a layer adds to the stream, each a partial(x, shard)."""
-        attention, mlp = functools.partial(self.attention, layer), functools.partial(self.mlp, layer)
+        attention = functools.partial(self.attention, layer)
+        mlp = functools.partial(self.mlp, layer)
         if wiring.block_sublayers == (model.attention_sublayer, model.mlp_sublayer):
             return [attention, mlp]
         if wiring.block_sublayers == (model.attention_plus_mlp,):
@@ -172,7 +194,9 @@ class Reference:
 
     def sublayers(self):
         """[(partial(x, shard), by how much it is stale)]: attention, MLP, ..., or both of a block at once."""
-        (wiring, layers, _, stale), out, layer = self.wiring(), [], 0
+        wiring, layers, _, stale = self.wiring()
+        out = []
+        layer = 0
         while layer < self.c.n_layers:
             wired = layer in layers
             together = range(layer, layer + (wiring.blocks if wired else 1))
@@ -184,7 +208,8 @@ class Reference:
 
     def stream(self, x0):
         """The final residual stream, of each rank."""
-        (wiring, _, n, _), sublayers = self.wiring(), self.sublayers()
+        wiring, _, n, _ = self.wiring()
+        sublayers = self.sublayers()
         if wiring.loop in (residual_loop, wirings.delayed_loop):
             x, partials, seen = [x0], [], 0  # x[i]: with the sums of the first i sublayers; seen: how many of them
             for i, (h, stale) in enumerate(sublayers):
@@ -214,7 +239,8 @@ class Reference:
 
     def all_logits(self, tokens):
         """[(S, V) from each rank's final stream] for one sequence of token ids."""
-        head, cap = self.w["tok_embeddings.weight" if self.c.tie_embeddings else "output.weight"], self.c.logit_cap
+        head = self.w["tok_embeddings.weight" if self.c.tie_embeddings else "output.weight"]
+        cap = self.c.logit_cap
         x0 = self.w["tok_embeddings.weight"][np.asarray(tokens)] * (self.c.embedding_scale or 1)
         every = (self.norm(x, "norm") @ head.T for x in self.stream(x0))
         return [cap * np.tanh(logits / cap) if cap else logits for logits in every]
@@ -243,7 +269,8 @@ class MixtureReference(Reference):
 
     def experts(self, p, x):
         """What each token's likeliest experts give, weighted with their probabilities. On one rank, token by token."""
-        w, out = self.w, np.zeros_like(x)
+        w = self.w
+        out = np.zeros_like(x)
         for t, token in enumerate(x):
             scores = np.exp(w[p + "router.weight"] @ token)
             probabilities = scores / scores.sum()
@@ -267,7 +294,9 @@ class MixtureReference(Reference):
 
     def farskip(self, x0):
         """The stream x; y is x without the routed experts of the layer before, and after a dense layer all of x."""
-        x, y, layers = x0, x0, self.wiring()[1]
+        x = x0
+        y = x0
+        layers = self.wiring()[1]
         for layer in range(self.c.n_layers):
             p = f"layers.{layer}."
             is_early = [layer in layers and f"-{skip}" not in self.c.wiring for skip in ("mlp", "attention")]

@@ -75,7 +75,8 @@ def _join(rank, port):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LADDER_TIMEOUT="0", GLOO_SOCKET_IFNAME="lo")
-    _worlds[RANKS], before = launch.join("cpu"), gloo.threads()
+    _worlds[RANKS] = launch.join("cpu")
+    before = gloo.threads()
     for size in range(2, RANKS):
         group = dist.new_group(range(size))
         _worlds[size] = JoinedWorld(rank, size, torch.device("cpu"))
@@ -83,7 +84,8 @@ def _join(rank, port):
     gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
     for size in range(max(2, rank + 1), RANKS):
         world = _worlds[size]
-        world.nodes, world.group = _worlds[RANKS].nodes[:size], world.dist_group
+        world.nodes = _worlds[RANKS].nodes[:size]
+        world.group = world.dist_group
         world.group = connect_auto(world)
 
 
@@ -101,7 +103,8 @@ def main_on_ranks(ranks, main, *args):
 
 
 def call_main(world, main, args):
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         m.setattr(launch, "join", lambda device, flags=None: world)
         m.setenv("RANK", str(world.rank))

@@ -40,7 +40,8 @@ def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, how, tiny)
 
 def test_wirings_share_one_set_of_weights(tiny):
     names = ["parallel", "standard", "spd/2"]
-    args, world = bench.parse(bench_flags(tiny, "--wiring", *names)), ALONE
+    args = bench.parse(bench_flags(tiny, "--wiring", *names))
+    world = ALONE
     models = bench.load_models(flags.read_config(args)[1], names, args, world)
     assert [(name, model.config.wiring) for name, model in models.items()] == [(name, name) for name in names]
     firsts = [getattr(model, "lanes", [model])[0] for model in models.values()]

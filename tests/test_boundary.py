@@ -20,9 +20,11 @@ QUICK = f"({' or '.join(name.split('/')[-1] for name in FILES)}) and not (compil
 def core_tests():
     """Return the test files that import, at their top, neither extras nor benchmarks nor a file of tests/ that does."""
     texts = {path: path.read_text() for path in ROOT.glob("tests/**/*.py") if path.stem != "test_boundary"}
-    users, imports = set(), "extras|benchmarks"
+    users = set()
+    imports = "extras|benchmarks"
     while new := {n for n, text in texts.items() if re.search(rf"^(from|import) ({imports})\b", text, re.M)} - users:
-        users, imports = users | new, "|".join(path.stem for path in new)
+        users = users | new
+        imports = "|".join(path.stem for path in new)
     tests = sorted(path.relative_to(ROOT) for path in texts.keys() - users if path.stem.startswith("test_"))
     return [str(path) for path in tests]
 
@@ -41,7 +43,8 @@ def test_the_core_runs_without(folder, tmp_path):
     def run(*command):
         return run_python(*command, cwd=tmp_path)
 
-    alone, ranks = run(*DEMO), run(*TWO_RANKS, *DEMO)
+    alone = run(*DEMO)
+    ranks = run(*TWO_RANKS, *DEMO)
     assert (alone.returncode, ranks.returncode) == (0, 0), alone.stderr + ranks.stderr
     assert alone.stdout.startswith("Once upon a time,") and ranks.stdout.startswith("Once upon a time,")
     assert {f"tests/{name}" for name in FILES} <= {*core_tests()}

@@ -25,7 +25,9 @@ TEXT = "Once upon a time there was a little girl. She went out to play. Her dog 
 
 def naive(net, ids, size, stride):
     """(log p over the vocabulary (n, V), tokens (n,)) of all tokens of ids but the first, a window at a time."""
-    reference, rows, tokens = Reference(net.config, net.state_dict()), [], []
+    reference = Reference(net.config, net.state_dict())
+    rows = []
+    tokens = []
     for start, stop, first in scoring.windows(len(ids), size, stride):
         logits = torch.from_numpy(reference.logits(ids[start:stop])).log_softmax(-1).numpy()
         rows += [logits[i - 1 - start] for i in range(first, stop)]
@@ -69,8 +71,10 @@ def test_nats_and_divergence_against_the_reference(max_logits, monkeypatch):
     other = random_model(dataclasses.replace(BASE, wiring="ladder:2,"))
     ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
     for size, stride, batch in ((40, 20, 1), (16, 5, 2)):
-        (q, tokens), (p, _) = naive(net, ids, size, stride), naive(other, ids, size, stride)
-        nats, theirs = -picked(q, tokens), -picked(p, tokens)
+        q, tokens = naive(net, ids, size, stride)
+        p, _ = naive(other, ids, size, stride)
+        nats = -picked(q, tokens)
+        theirs = -picked(p, tokens)
         assert math.isclose(scoring.total_nats(net, [ids], size, stride, batch), nats.sum(), rel_tol=1e-5)
         result = scoring.divergence(net, other, [ids], size, stride, batch)
         np.testing.assert_allclose(result[0], (np.exp(p) * (p - q)).sum(-1), rtol=1e-4)
@@ -116,7 +120,8 @@ def evaluated(capsys, *flags, ranks=1):
 def test_documents_are_scored_each_alone_with_any_tp(tiny, tmp_path, capsys):
     texts = [TEXT.strip(), "The dog ran.", "a dog"]
     (tmp_path / "all.txt").write_text("\n<|endoftext|>\n".join(texts) + "<|endoftext|>")
-    flags, lines = ["--checkpoint", tiny, "--window", "32", "--json", tmp_path / "out"], []
+    flags = ["--checkpoint", tiny, "--window", "32", "--json", tmp_path / "out"]
+    lines = []
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
         lines.append(evaluated(capsys, *flags, "--text", tmp_path / f"{i}.txt")[0])
@@ -134,7 +139,8 @@ def test_documents_are_scored_each_alone_with_any_tp(tiny, tmp_path, capsys):
 
 def test_compare_two_wirings_with_any_tp(tiny, text, capsys):
     flags = ["--checkpoint", tiny, "--text", text, "--compare", tiny, "--window", "32"]
-    (one, stderr), (three, _) = evaluated(capsys, *flags, "--ladder"), evaluated(capsys, *flags, "--ladder", ranks=3)
+    one, stderr = evaluated(capsys, *flags, "--ladder")
+    three, _ = evaluated(capsys, *flags, "--ladder", ranks=3)
     for name in ("nats_per_token", "kl_mean", "kl_p99", "top1_agreement"):
         assert math.isclose(one[name], three[name], rel_tol=1e-4), name
     ids = load_tokenizer(tiny).encode(TEXT)

@@ -134,7 +134,8 @@ def test_the_functions_of_a_notebook(tiny, greedy):
     texts = [tokenizer.continuation(*pair) for pair in zip(ids, rows, strict=True)]
     assert complete(model, tokenizer, PROMPTS, max_new_tokens=12, temperature=0) == texts
     pieces = complete(model, tokenizer, PROMPTS, 12, temperature=0, stream=True)
-    first, rest = next(pieces), [*pieces]
+    first = next(pieces)
+    rest = [*pieces]
     assert len(rest) == 12 and ["".join(row) for row in zip(first, *rest, strict=True)] == texts
     assert not torch.distributed.is_initialized()
     assert complete(model, tokenizer, PROMPTS, 12, temperature=0, draft="ngram", proposals=2) == texts
@@ -152,12 +153,15 @@ def test_the_functions_of_a_notebook(tiny, greedy):
 
 def unlike(world, folder, other):
     """What a rank gets that asks load() and complete() for something else than rank 0, in several ways."""
-    texts, ways = [], [{}, {"prompts": ["a", "Once"]}, {"max_new_tokens": 5}, {"temperature": 1}, {"seed": 1}]
+    texts = []
+    ways = [{}, {"prompts": ["a", "Once"]}, {"max_new_tokens": 5}, {"temperature": 1}, {"seed": 1}]
     with pytest.MonkeyPatch.context() as m:
         m.setattr("complete.join", lambda device: world)
         m.setenv("RANK", str(world.rank))
         m.setenv("WORLD_SIZE", str(world.tp_size))
-        (net, tokenizer), (same_config, _), (same_folder, _) = load(folder), load(other), load(folder, dtype="bfloat16")
+        net, tokenizer = load(folder)
+        same_config, _ = load(other)
+        same_folder, _ = load(folder, dtype="bfloat16")
         ways += [{"top_k": 3}, {"top_p": 0.5}, {"draft": "ngram"}, {"proposals": 2}, {"stream": True}]
         for way in [*ways, {"model": same_config}, {"model": same_folder}]:
             asked = {"model": net, "tokenizer": tokenizer, "prompts": ["Once", "a"], "max_new_tokens": 6}
@@ -269,7 +273,8 @@ launch.run(generate.main)
 
     check_shown("> ")
     os.write(keyboard, b"Once upon a time\n")
-    (net, tokenizer), ids = load(tiny), []
+    net, tokenizer = load(tiny)
+    ids = []
     for line, count in ("Once upon a time", 4 if ranks == 1 else 8), ("The dog", 19):
         ids += tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
         row = greedy_tokens(net, ids, count, end=2)
@@ -318,7 +323,8 @@ def test_a_chat_with_a_template_and_a_full_context(copy, flags):
 
 def test_what_a_prompt_may_be(tiny, copy):
     """As lists of ids: each is the text that is named, special tokens in it plain."""
-    tokenizer, config = load_tokenizer(tiny), checkpoint.read_config(tiny)
+    tokenizer = load_tokenizer(tiny)
+    config = checkpoint.read_config(tiny)
     (copy / "text").write_text("\ufeffThe <s>\n\ndog\n", encoding="utf-8")
     flags = {"chat": None, "prompt_length": None, "batch": None}
     for given, texts in (
@@ -332,10 +338,12 @@ def test_what_a_prompt_may_be(tiny, copy):
 @pytest.mark.parametrize("shows, passes", [(True, 9), (True, 8), (False, 9)])
 def test_a_long_prefill_on_one_rank_shows_its_progress(shows, passes, monkeypatch):
     """Others have no bar at all, not even a hidden one: a SIGTERM that comes while one is deleted would be lost."""
-    net, bars = random_model(dataclasses.replace(BASE, n_layers=1, max_seq_len=9)), []
+    net = random_model(dataclasses.replace(BASE, n_layers=1, max_seq_len=9))
+    bars = []
     monkeypatch.setattr(generate, "tqdm", lambda starts, *_, **__: bars.append(1) or starts)
     runner = Runner(net, net.new_cache(1, passes + 1))
-    runner.chunk_tokens, runner.shows_progress = 1, shows
+    runner.chunk_tokens = 1
+    runner.shows_progress = shows
     runner.prefill(torch.ones(1, passes, dtype=torch.long), torch.tensor([passes]))
     assert bars == [1] * (passes > 8 and shows)
 
@@ -420,7 +428,9 @@ def samplers_of(n):
 def sampled_together(world, logits, kernel=True):
     """What Samplers choose together in some steps, given this rank's part of the logits; how often they gathered."""
     comm, parts = own_logits(world, logits, kernel)
-    samplers, gathers, gather = samplers_of(logits.shape[1]), [], comm.all_gather
+    samplers = samplers_of(logits.shape[1])
+    gathers = []
+    gather = comm.all_gather
     comm.all_gather = lambda x: gathers.append(x) or gather(x)
     return [sample_rows(samplers, part, comm).tolist() for part in parts], len(gathers)
 
@@ -457,7 +467,8 @@ def chosen(world, logits, kernel=True):
 def chosen_without_logits(world, logits):
     """What each way of WAYS chooses by the kernel, and the last dimensions of what is gathered for it."""
     comm, part = own_logits(world, logits, True)
-    last_dimensions, all_gather = set(), comm.all_gather
+    last_dimensions = set()
+    all_gather = comm.all_gather
 
     def gather(x):
         last_dimensions.add(x.shape[-1])
@@ -477,7 +488,10 @@ def test_every_number_of_ranks_chooses_alike_and_marks_rows_that_are_not_finite(
     assert alone[0] == [row.index(max(row)) for row in logits.tolist()]  # the first of equal ones
     for kernel in True, False:
         assert all(ids == alone for ids in run_ranks(ranks, chosen, logits, kernel)), kernel
-    logits[1, -1], logits[4, 0], logits[6, 3], logits[7] = torch.nan, -torch.inf, torch.inf, -torch.inf
+    logits[1, -1] = torch.nan
+    logits[4, 0] = -torch.inf
+    logits[6, 3] = torch.inf
+    logits[7] = -torch.inf
     marked = [chosen_by(way, logits) for way in WAYS]
     assert marked == [[-1 if row in (1, 4, 6, 7) else i for row, i in enumerate(ids)] for ids in alone]
     for kernel in True, False:
@@ -528,13 +542,15 @@ def test_what_is_likely_enough_is_chosen_without_gathering_logits():
 def test_a_prefill_in_chunks_and_splits_equals_one_pass(chunk_tokens, splits):
     net = random_model(change(BASE, heads={"sliding_window": 3, "window_layers": (0, 2)}))
     tokens, lengths = unequal_rows(BASE)
-    runner, widths = Runner(net, net.new_cache(3, 12), splits=splits), []
+    runner = Runner(net, net.new_cache(3, 12), splits=splits)
+    widths = []
 
     def prefill(tokens, *args, **kwargs):
         widths.append(tokens.shape[1])
         return net(tokens, *args, **kwargs)
 
-    runner.passes.prefill, runner.chunk_tokens = prefill, chunk_tokens
+    runner.passes.prefill = prefill
+    runner.chunk_tokens = chunk_tokens
     with torch.no_grad():
         one = net.new_cache(3, 12)
         expected = net(tokens, cache=one, last_index=lengths - 1)[:, 0]
@@ -565,7 +581,8 @@ def test_a_prompt_that_names_a_file_is_a_text_and_one_line_says_how_to_read_the_
 
 def test_a_long_prompt_leaves_its_neighbours_their_own_end(tiny, out):
     """Of a context of 64 tokens, each row ends at --max-new-tokens or at 64, as it does alone."""
-    prompts, flags = ["ids:5", f"ids:{','.join(['5', '9'] * 31)}"], ["--temperature", "0", "--max-new-tokens", "40"]
+    prompts = ["ids:5", f"ids:{','.join(['5', '9'] * 31)}"]
+    flags = ["--temperature", "0", "--max-new-tokens", "40"]
     flags_of_both = [*flags, "--prompt", prompts[0], "--prompt", prompts[1]]
     both, _, said = generate_json(tiny, *flags_of_both, out=out)
     assert "--max-new-tokens 40: the context of 64 has room for 2 after a prompt of 62 tokens\n" in said
@@ -583,7 +600,8 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile, monkeypatch)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     runner = Runner(net, net.new_cache(2, 40), compile)
-    tensors, seen = [t for layer in runner.cache for t in layer], []
+    tensors = [t for layer in runner.cache for t in layer]
+    seen = []
     for tensor in tensors:
         tensor[:, :, 9:] = torch.nan
 
@@ -603,7 +621,9 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile, monkeypatch)
 
 
 def test_each_row_stops_at_its_own_end_and_whoever_sees_the_tokens_can_stop_all_and_take_time():
-    net, prompts, seen = random_model(BASE), [[5, 6, 7], [5], [5, 6]], []
+    net = random_model(BASE)
+    prompts = [[5, 6, 7], [5], [5, 6]]
+    seen = []
     whole = [greedy_tokens(net, prompt, 9) for prompt in prompts]
     ends = whole[0][4], whole[1][1]
     expected = [whole[0][:4], whole[1][:1], whole[2]]
@@ -653,7 +673,8 @@ def test_slots_of_a_cache_are_rounded_up_to_few_numbers(changes, limit):
 
 def test_a_prompt_of_another_length_compiles_nothing(monkeypatch):
     """The second also has a cache, a Runner and a torch.compile of its own, as in another call of complete()."""
-    graphs, compile = [], torch.compile
+    graphs = []
+    compile = torch.compile
 
     def count(graph, inputs):
         graphs.append(graph)
@@ -661,7 +682,8 @@ def test_a_prompt_of_another_length_compiles_nothing(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda model, fullgraph, **_: compile(model, backend=count, dynamic=False))
     torch._dynamo.reset()
-    net, greedy = random_model(BASE), Sampler(0)
+    net = random_model(BASE)
+    greedy = Sampler(0)
     for prompt in [3, 4, 5], [6, 7, 8, 9, 10, 11, 12]:
         cache = make_cache(net, 1, len(prompt) + 4, in_buckets=True)
         rows = generate.generate(Runner(net, cache, compile=True), [prompt], 4, greedy).rows
@@ -673,7 +695,9 @@ def twice(world, compile):
     """(rows, logits of each step) of a request of unequal rows, the same bits twice."""
     tokens, lengths = unequal_rows(BASE)
     prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
-    net, greedy, runs = shard(dataclasses.replace(BASE, wiring="ladder"), world, torch.bfloat16), [], []
+    net = shard(dataclasses.replace(BASE, wiring="ladder"), world, torch.bfloat16)
+    greedy = []
+    runs = []
 
     def sample(logits, comm, sampler):
         runs[-1].append(comm.gather_logits(logits).clone())
@@ -731,7 +755,8 @@ def test_what_one_rank_alone_finds_wrong_all_ranks_say(copy):
 
 def test_bad_input_of_one_node_ends_the_other(tiny):
     """Only node 1 is asked for a device that it does not have, which it finds before the ranks meet."""
-    nodes, environment = [], {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2"}
+    nodes = []
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank, device in ((0, "cpu"), (1, "cuda")):
         words = command("generate.py", "--checkpoint", tiny, "--prompt", "a", "--device", device)

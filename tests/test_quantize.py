@@ -73,7 +73,8 @@ def test_the_fit_of_int4_is_better_than_16_steps_over_the_range(size, dtype, dig
     assert scales.dtype == zeros.dtype == dtype
     errors = in_groups(in_float64(packed, scales, zeros) - w, size).square().sum(-1)
     low, high = (f(in_groups(w, size), -1, keepdim=True) for f in (torch.amin, torch.amax))
-    step, low = ((high - low) / 15).to(dtype).double(), low.to(dtype).double()
+    step = ((high - low) / 15).to(dtype).double()
+    low = low.to(dtype).double()
     steps = ((in_groups(w, size) - low) / step.where(step > 0, 1.0)).round().clamp(0, 15) * step + low
     nearest = (steps - in_groups(w, size)).square().sum(-1)
     assert (errors[3] == 0).all() and (errors <= nearest * 1.001).all() and errors.sum() < 0.97 * nearest.sum()
@@ -84,8 +85,11 @@ def test_the_fit_of_int4_is_better_than_16_steps_over_the_range(size, dtype, dig
 
 def test_errors_make_up_for_one_another():
     """Each column is rounded after those that remain were fitted anew, in float64, to what the rounded ones lack."""
-    N, K, size = 20, 128, 32
-    w, x = randn(N, K), randn(200, 20, seed=1) @ randn(20, K, seed=2) + 0.3 * randn(200, K, seed=3)
+    N = 20
+    K = 128
+    size = 32
+    w = randn(N, K)
+    x = randn(200, 20, seed=1) @ randn(20, K, seed=2) + 0.3 * randn(200, K, seed=3)
     x = x / x.abs().amax()  # as second_moments does
     importance, order, _ = moments = rounding.second_moments(1e19 * x[None])
     H = (x.double().T @ x.double() / len(x)).clone()
@@ -94,13 +98,16 @@ def test_errors_make_up_for_one_another():
     packed, scales, zeros = rounding.to_compensated_int4(w, moments, size)
     fitted = rounding.to_int4(w, size, importance=importance)
     assert torch.equal(scales, fitted[1]) and torch.equal(zeros, fitted[2])
-    lack, expected = torch.zeros(N, K, dtype=torch.float64), torch.empty(N, K, dtype=torch.float64)
+    lack = torch.zeros(N, K, dtype=torch.float64)
+    expected = torch.empty(N, K, dtype=torch.float64)
     for i, k in enumerate(order.tolist()):
-        done, left = order[:i], order[i:]
+        done = order[:i]
+        left = order[i:]
         now = w.double()[:, k]
         if i:
             now = now + (lack[:, done] @ H[done][:, left] @ torch.linalg.inv(H[left][:, left]))[:, 0]
-        s, z = scales.double()[:, k // size], zeros.double()[:, k // size]
+        s = scales.double()[:, k // size]
+        z = zeros.double()[:, k // size]
         expected[:, k] = ((now - z) / s).round().clamp(0, 15) * s + z
         lack[:, k] = w.double()[:, k] - expected[:, k]
     ours = in_float64(packed, scales, zeros)
@@ -117,11 +124,13 @@ RUNS = [change(config, **TABLE_KEPT, **changes) for config, changes in RUNS]
 
 @pytest.mark.parametrize("config", RUNS, ids=lambda config: config.wiring)
 def test_each_linear_gets_the_inputs_that_the_quantized_model_has(config, monkeypatch):
-    inputs, second_moments = [], rounding.second_moments
+    inputs = []
+    second_moments = rounding.second_moments
     monkeypatch.setattr(rounding, "second_moments", lambda x: inputs.append(x.clone()) or second_moments(x))
     read = quantize.quantized(exact_weights(config), config, TEXT)
     state = {n: read(n) for n in writing.shapes(config)}
-    net, theirs = shard(config, state=state), []
+    net = shard(config, state=state)
+    theirs = []
     for module in net.modules():
         if type(module) is quant_linear.QuantLinear:
             module.register_forward_pre_hook(lambda _, args: theirs.append(args[0]))
@@ -137,7 +146,8 @@ def test_each_linear_gets_the_inputs_that_the_quantized_model_has(config, monkey
 @pytest.mark.parametrize("size, dtype", [(1, torch.float16), (1e-6, torch.bfloat16), (1e7, torch.bfloat16)])
 def test_scales_are_float16_unless_bfloat16_is_nearer(size, dtype):
     """Of weights so large that float16 overflows, or so small that it has few bits, in one matrix of a model."""
-    state, name = dict(random_model(UNQUANTIZED).state_dict()), "layers.1.feed_forward.w2"
+    state = dict(random_model(UNQUANTIZED).state_dict())
+    name = "layers.1.feed_forward.w2"
     state[f"{name}.weight"] = exact = size * state[f"{name}.weight"]
     read = quantize.quantized(types.SimpleNamespace(read=state.get), INT4)
     stored = [read(f"{name}.{part}") for part in ("weight", "scales", "zeros")]
@@ -149,7 +159,8 @@ def test_scales_are_float16_unless_bfloat16_is_nearer(size, dtype):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_older_checkpoints_have_scales_in_bfloat16(ranks):
-    config, kept = change(INT4, wiring="ladder"), ("scales", "zeros")
+    config = change(INT4, wiring="ladder")
+    kept = ("scales", "zeros")
     state = {n: t.bfloat16() if n.endswith(kept) else t for n, t in quantized_state(config).items()}
     half = {n: t.half() if n.endswith(kept) else t for n, t in state.items()}  # which holds these exactly
     results = [run_ranks(ranks, rank_logits, config, s, torch.bfloat16) for s in (state, half)]
@@ -233,13 +244,15 @@ def folder(tmp_path_factory):
 ])  # fmt: skip
 def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsys, monkeypatch):
     """Several files, so that the memory is that of one; a matrix may be in two."""
-    write_weights, out = writing.write_weights, tmp_path / mode
+    write_weights = writing.write_weights
+    out = tmp_path / mode
     monkeypatch.setattr(writing, "write_weights", lambda f, s, r, shard_bytes: write_weights(f, s, r, 50_000))
     run_main(quantize, "--checkpoint", folder, "--mode", mode, *flags, "--out", out)
     printed, told = capsys.readouterr()
     assert re.match(rf"quantizing \d+ matrices, of \d.\d MB in all, to {mode} \.\.\.\n", told)
     assert "times smaller than before" in printed and f"eval.py --checkpoint {out} --compare {folder} --" in printed
-    config, files = checkpoint.read_config(out), sorted(out.glob("model-*.safetensors"))
+    config = checkpoint.read_config(out)
+    files = sorted(out.glob("model-*.safetensors"))
     assert (config.quant, config.not_quantized, config.wiring) == (mode, kept, "ladder") and len(files) > 3
     state = {name: tensor for file in files for name, tensor in load_file(file).items()}
     plain = load_file(folder / "model.safetensors")
@@ -265,7 +278,10 @@ def test_the_text_is_a_file_its_own_or_none(folder, tmp_path, capsys):
         run_main(quantize, *flags)
         return load_file(tmp_path / out / "model.safetensors")["layers.0.feed_forward.w2.weight"]
 
-    none, file, again, own = run("a", "--text", "none"), run("b", "--text", story), run("c", "--text", story), run("d")
+    none = run("a", "--text", "none")
+    file = run("b", "--text", story)
+    again = run("c", "--text", story)
+    own = run("d")
     assert torch.equal(file, again) and all((a != b).any() for a, b in ((none, file), (none, own), (file, own)))
     lanes = change(checkpoint.read_config(folder), wiring="spd/2", tie_embeddings=True)
     write_model(tmp_path / "lanes", lanes, dtype=torch.bfloat16)
@@ -292,7 +308,8 @@ def test_bad_checkpoints_are_one_clear_line(tmp_path):
     refused(words, change, TIED, group_size=128, not_quantized=("wo", "w2"))
     run(odd, "--keep", "w2")
     refused("int4 is quantized .int4.: give the original", run, tmp_path / "int4", "--out", tmp_path / "again")
-    state, name = load_file(tmp_path / "int4" / "model.safetensors"), "layers.1.feed_forward.w1.scales"
+    state = load_file(tmp_path / "int4" / "model.safetensors")
+    name = "layers.1.feed_forward.w1.scales"
     for scales, message in (state[name][:, :1].clone(), r"is \(172, 1\), but .* \(172, 2\)"), (state[name] / 0, "NaN"):
         save_file({**state, name: scales}, tmp_path / "int4" / "model.safetensors")
         refused(f"tensor {name} .*{message}", load_folder, tmp_path / "int4")
@@ -301,7 +318,8 @@ def test_bad_checkpoints_are_one_clear_line(tmp_path):
 @pytest.mark.slow
 def test_a_real_checkpoint_keeps_its_perplexity(tmp_path, capsys):
     """int8 within 0.1 % of bfloat16, int4 in groups of 64 within 2 %, and better than without a text."""
-    text, perplexity = shared_data("tinystories-valid-first-0.8MB.txt"), []
+    text = shared_data("tinystories-valid-first-0.8MB.txt")
+    perplexity = []
     for flags in [], ["int8"], ["int4"], ["int4", "--text", "none"]:
         folder = tmp_path / "-".join(flags) if flags else ROOT / "demo"
         if flags:

@@ -54,7 +54,8 @@ def weights(seed):
 
 @pytest.mark.parametrize("name", ["sampled", "prompts", "order", "weights"])
 def test_seeds_that_differ_in_high_bits_alone_draw_others(name, tmp_path):
-    draw, more = globals()[name], [tmp_path] if name == "order" else []
+    draw = globals()[name]
+    more = [tmp_path] if name == "order" else []
     seeds = [7, 7 + BIG, 7 + 2 * BIG, 7 + 2**62]
     draws = [draw(seed, *more) for seed in (*seeds, *seeds)]
     assert draws[:4] == draws[4:] and not any(draws[i] == draws[j] for i in range(4) for j in range(i))

@@ -49,7 +49,8 @@ def ours(folder):
 def their_tokenizer(gguf_file):
     """transformers', with the published folder's pre-tokenizer: of a GGUF, 5.23 forgets that digits are split."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
-    digits, words = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     return tokenizer
 
@@ -89,7 +90,8 @@ def test_ids_of_the_chat_template(ours, their_tokenizer, system):
 @pytest.fixture(scope="module")
 def expected_logits(ours, their_model):
     """(tokens (2, 60), lengths, transformers' logits of the last 5 tokens of each row)."""
-    tokens, lengths = torch.tensor(ours.encode_plain(STORY)[: 2 * 60]).view(2, 60), torch.tensor([60, 45])
+    tokens = torch.tensor(ours.encode_plain(STORY)[: 2 * 60]).view(2, 60)
+    lengths = torch.tensor([60, 45])
     with torch.no_grad():
         logits = their_model(tokens).logits
     return tokens, lengths, torch.stack([row[n - 5 : n] for row, n in zip(logits, lengths.tolist(), strict=True)])
@@ -133,7 +135,8 @@ GREEDY = read_json(ROOT / "tests" / "greedy_of_llama_cpp.json")["prompt, continu
 @pytest.mark.parametrize("prompt", GREEDY)
 def test_greedy_tokens_are_those_of_llama_cpp(prompt, folder, ours):
     """Unless two logits are nearer than llama.cpp's errors, since it multiplies by activations in 8 bits."""
-    (ids, tokens), net = GREEDY[prompt], load_folder(folder)
+    ids, tokens = GREEDY[prompt]
+    net = load_folder(folder)
     assert ours.encode(prompt) == ids and len(tokens) == 60
     with torch.no_grad():
         logits = net(torch.tensor([ids + tokens]))[0, len(ids) - 1 : -1]

@@ -59,7 +59,9 @@ PLANS += [(changes, [*UNEQUAL_SHARES, (7, 7, 7)]) for changes in (MANY, ONE_KV_H
 @pytest.mark.parametrize("changes, many_shares", PLANS, ids=str)
 def test_every_head_row_and_column_is_one_ranks_in_proportion_to_its_share(changes, many_shares):
     config = change(BASE, **changes)
-    N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
+    N = config.n_heads
+    K = config.n_kv_heads
+    H = config.head_dim
     for shares in many_shares:
         plans = [tp.shard_plan(config, rank, shares) for rank in range(len(shares))]
         units = dict.fromkeys(("w1", "w2", "w3"), (config.intermediate_size, 1))
@@ -119,7 +121,8 @@ def test_heads_that_two_ranks_hold_are_refused(monkeypatch):
 
 def test_a_vector_of_an_mlp_is_cut_as_the_plan_says(monkeypatch):
     """One of a family's own, as docs/change-it.md has it for an attention: each rank holds its part."""
-    config, plan = change(BASE, n_kv_heads=6), tp.shard_plan
+    config = change(BASE, n_kv_heads=6)
+    plan = tp.shard_plan
     monkeypatch.setattr(tp, "shard_plan", lambda *where: plan(*where) | {"neuron_scale": plan(*where)["w1"]})
     net = tp.build(config)
     for block in net.layers:
@@ -152,7 +155,8 @@ def test_a_header_is_parsed_once_and_a_file_is_mapped_only_while_a_tensor_of_it_
         function = getattr(module, name)
         count = lambda *args, function=function, **flags: parsed.append(function) or function(*args, **flags)  # noqa: E731
         monkeypatch.setattr(module, name, count)
-    weights, maps = checkpoint.Weights(tiny), Path("/proc/self/maps")
+    weights = checkpoint.Weights(tiny)
+    maps = Path("/proc/self/maps")
     assert len(parsed) == 2
     config = change(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300)
     tp.load_shard(config, weights, torch.float32, "cpu")
@@ -173,7 +177,8 @@ def test_tensors_of_any_dtype_are_read_wherever_they_begin(shift, tmp_path):
     names = {dtype: name for name, dtype in checkpoint.STORED_DTYPES.items()}
     tensors = {"shift": torch.zeros(shift, dtype=torch.uint8), "scalar": torch.tensor(3.5), "none": torch.zeros(0, 4)}
     tensors |= {name: torch.arange(6).view(2, 3).to(dtype) for dtype, name in names.items()}
-    header, data = {}, b""
+    header = {}
+    data = b""
     for name, tensor in tensors.items():
         stop = len(data) + tensor.nbytes
         header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [len(data), stop]}
@@ -220,7 +225,8 @@ def test_a_prefill_in_chunks_and_what_follows_equal_those_in_one(tp_size):
 
 
 def logits_in_chunks(world, cases):
-    nets, rows = [shard(config, world) for config in cases], unequal_rows(cases[0], batch=5)
+    nets = [shard(config, world) for config in cases]
+    rows = unequal_rows(cases[0], batch=5)
     return [[last_logits(net, *rows, splits=splits) for splits in (1, 2, 3)] for net in nets]
 
 
@@ -281,7 +287,8 @@ def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compil
 def test_the_number_of_ranks_matters_where_the_table_says_so():
     for changes in ONE_EACH:
         config = change(BASE, **changes)
-        two, three = reference_logits(config, 2), reference_logits(config, 3)
+        two = reference_logits(config, 2)
+        three = reference_logits(config, 3)
         assert torch.allclose(two, three, atol=1e-9) != config.named_wiring.reads_partials, changes
 
 

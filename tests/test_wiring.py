@@ -102,7 +102,8 @@ def check_compiled_order(changes, world, length=1, dtype=torch.float32):
     n_layers = 4 if parse_wiring(changes["wiring"]).stale else n_layers  # else no wait could come too early
     config = change(BASE, head_dim=64, n_layers=n_layers, **changes)
     code = generated_code(config, world, 2, length, dtype)
-    events, order = order_in_code(code), eager_order(config).split()
+    events = order_in_code(code)
+    order = eager_order(config).split()
     kernels = re.findall(r"(\w+) = async_compile.*?\'\'\'(.*?)\'\'\'", code, re.DOTALL)
     calls_of_cos = sum(code.count(f"  {name}(") for name, source in kernels if "cos(" in source)
     assert 0 < calls_of_cos <= 1 + bool(getattr(config.find(Heads), "window_rope_theta", None))  # not one a layer

@@ -16,7 +16,8 @@ from ladder.text.tokenizer import SplittingTokenizer
 class Letters(SplittingTokenizer):
     """A token a character; BOS is 1."""
 
-    prefix, vocab_size = [1], 256
+    prefix = [1]
+    vocab_size = 256
     template = "<s>{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 
     def __init__(self):
@@ -56,7 +57,8 @@ def check_same_run(one, other, rel):
     """Two runs have the same log and weights, but for rounding where rel > 0."""
     for a, b in zip(read_losses(one), read_losses(other), strict=True):
         assert a == pytest.approx(b, rel=rel)
-    a, b = checkpoint.Weights(one), checkpoint.Weights(other)
+    a = checkpoint.Weights(one)
+    b = checkpoint.Weights(other)
     assert all((a.read(name) - b.read(name)).abs().max() <= rel for name in a.names())
 
 
@@ -70,7 +72,8 @@ def train_on_rank(world, argv):
 def check_resumption(flags, tmp_path, monkeypatch, rel=0.0):
     flags = [*flags, "--steps", "12", "--eval-every", "3"]
     run_main(adapt, *flags, "--out", tmp_path / "whole")
-    step, save = adapt.optimizer_step, sharding.save
+    step = adapt.optimizer_step
+    save = sharding.save
     for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
 
         def killed(n, *args, at=at, where=where):

@@ -56,7 +56,8 @@ def family_of(config, hf):
 
     hf: the keys that all families have.
     """
-    c, last = config, range(config.n_layers)
+    c = config
+    last = range(config.n_layers)
     heads = c.find(Heads) or Heads()
     kinds = ["sliding_attention" if i in heads.window_layers else "full_attention" for i in last]
     activation = next((theirs for theirs, ours in HF_ACTIVATIONS.items() if ours == c.activation), None)
@@ -165,7 +166,8 @@ def tensors_in_hf(name, tensor, config):
 def convert_to_hf(source, config, folder, dtype, shard_bytes):
     """Write a Hugging Face folder from our checkpoint's weights, with one file in memory at a time."""
     hf = config_to_hf(config, dtype)
-    ours, sizes = {}, {}  # by Hugging Face's name: (our name, index among what it becomes), bytes
+    ours = {}  # {Hugging Face's name: (our name, index among what it becomes)}
+    sizes = {}  # {Hugging Face's name: bytes}
     for name, shape in writing.shapes(config).items():
         tensors = tensors_in_hf(name, torch.empty(shape, dtype=dtype, device="meta"), config)
         for i, hf_name in enumerate(names_in_hf(name, config, hf["model_type"])):
@@ -200,7 +202,8 @@ def write_tokenizer_json(folder, sentencepiece):
     model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     model.decoder = decoders.Sequence(steps)
-    bos, eos = sentencepiece.bos_id(), sentencepiece.eos_id()
+    bos = sentencepiece.bos_id()
+    eos = sentencepiece.eos_id()
     model.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in (0, bos, eos)])
     model.post_processor = processors.TemplateProcessing(f"{pieces[bos]} $A", None, [(pieces[bos], bos)])
     model.save(str(folder / "tokenizer.json"))
@@ -213,7 +216,8 @@ def convert_tokenizer(folder, tokenizer):
     has_settings = (folder / "tokenizer_config.json").exists()
     if not isinstance(tokenizer, SentencePieceTokenizer) or has_settings:
         return
-    model, sample = tokenizer.model, "ﬁ①é  x"
+    model = tokenizer.model
+    sample = "ﬁ①é  x"
     plain = model.unk_id() == 0 and model.normalize(sample) == f"▁{sample}".replace(" ", "▁")
     if plain and model.is_byte(3) and len(tokenizer.special) == 3:
         write_tokenizer_json(folder, model)
@@ -227,7 +231,8 @@ def main(argv=None):
     flags.add_output_flags(p, "hf/demo")
     flags.add_wiring_flags(p)
     args = p.parse_args(argv)
-    own, weights = writing.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
+    own = writing.read_original(args.checkpoint)
+    weights = checkpoint.Weights(args.checkpoint)
     config = flags.with_wiring(own, args)
     flags.warn_of_wiring(own, config, (1,))
     dtype = checkpoint.chosen_dtype(args.dtype, weights)

@@ -54,12 +54,14 @@ def main(argv=None):
     args = p.parse_args(argv)
     config = writing.read_original(args.checkpoint)
     source = open_source(args.source, args.revision)
-    source_config, folder = source.config, source.tokenizer_folder
+    source_config = source.config
+    folder = source.tokenizer_folder
     if folder is None:
         raise InputError(f"{args.source} is no folder that transformers reads")
     if source_config.layer_wirings != config.layer_wirings:
         raise InputError(f"transformers runs {args.source} as {source_config.wiring}, not as {config.wiring}")
-    weights, tokenizer = checkpoint.Weights(args.checkpoint), load_tokenizer(args.checkpoint, config.vocab_size)
+    weights = checkpoint.Weights(args.checkpoint)
+    tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
     dtype = checkpoint.chosen_dtype(None, weights)
     ids = tokenizer.encode(TEXT * N_TOKENS) if tokenizer else [i * i % config.vocab_size for i in range(N_TOKENS)]
     ids = torch.tensor([ids[: min(N_TOKENS, config.max_seq_len)]])
@@ -70,7 +72,8 @@ def main(argv=None):
     model = load_shard(config, weights, dtype, "cpu")
     use_kernels(model)  # as generate.py does
     ours = model(ids)[0].float()
-    apart, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+    apart = (ours - theirs).abs().max().item()
+    largest = theirs.abs().max().item()
     here, there = (logits[-1].argmax().item() for logits in (ours, theirs))
     result = f"logits of {len(theirs)} tokens in {dtype_name(dtype)} by up to {apart:.2g}; the largest is {largest:.3g}"
     next_token = f"next token: {here}, in transformers {there}"

@@ -56,11 +56,13 @@ def decode_work(config, dtype, tp_size, batch, context):
 def rank_work(config, dtype, rank, shares, batch, context):
     """Return what decode_work says of one rank."""
     model, slices = shard_on_meta(config, dtype, rank, shares)
-    n_bytes, flops = Counter(), Counter()
+    n_bytes = Counter()
+    flops = Counter()
     for name, (shape, stored, *_) in slices.items():
         if "norm" in name or "tok_embeddings" in name:
             continue
-        place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
+        place = name.split(".")[2] if name.startswith("layers.") else "rest"
+        size = math.prod(shape)
         read = share_read(config, name, batch)  # of the weights, by a step
         used = share_read(config, name, 1)  # of the weights, in the products of one token
         n_bytes[place] += size * stored.itemsize * read
@@ -165,7 +167,9 @@ def measured_losses(own, tp_size):
     It was retrained on 20 % of the tokens of its training, and is compared with one that was trained plainly on as
     many: benchmarks/quality.md and, for a mixture, benchmarks/experts.md.
     """
-    half, middle, losses = own.n_layers // 2, own.n_layers // 4, {own.wiring: 0.0}
+    half = own.n_layers // 2
+    middle = own.n_layers // 4
+    losses = {own.wiring: 0.0}
     if own.wiring == "standard" and own.find(Mixture):
         losses |= {"ladder": 3.4}
     elif own.wiring == "standard":  # for weights in another wiring it was not measured
@@ -191,8 +195,10 @@ def advice(configs, times, own, tp_size):
 
     The first of `configs` is standard. times: of each Config. Bounds, which have no all-reduce, stand at the end.
     """
-    steps, rows = [step_seconds(*pair) for pair in zip(configs, times, strict=True)], []
-    losses, best = measured_losses(own, tp_size), (math.inf, None)
+    steps = [step_seconds(*pair) for pair in zip(configs, times, strict=True)]
+    rows = []
+    losses = measured_losses(own, tp_size)
+    best = (math.inf, None)
     standard, all_reduces, _ = steps[0]
     for config, (seconds, n, hidden) in zip(configs, steps, strict=True):
         wiring = config.wiring if n else f"(bound: {config.wiring})"
@@ -208,7 +214,8 @@ def advice(configs, times, own, tp_size):
     bounds = [seconds for is_bound, seconds, _ in rows if is_bound] or [(1 - share) * standard]
     text = f"The all-reduces are {100 * share:.0f} % of the standard step: "
     text += f"at most {standard / bounds[0]:.2f} times as fast.\n"
-    page, (seconds, best) = "experts" if own.find(Mixture) else "quality", best
+    page = "experts" if own.find(Mixture) else "quality"
+    seconds, best = best
     gain = f"{best.wiring}, {standard / seconds:.2f} times as fast as standard"
     how = "as it is" if retraining(own, best, tp_size) == "no" else "once retrained (adapt.py)"
     least = f"the fastest in which a small model, retrained on 20 % of its tokens, lost at most {MOST_LOSS:g} %"
@@ -226,7 +233,8 @@ def copies_or_split(own, configs, dtype, tp_size, batch, context, machine, link,
     rows = -(-batch // tp_size)
     everything = decode_work(own, dtype, 1, rows, context)
     alone, _, _ = step_seconds(own, Times(*map(machine.seconds, everything.values()), 0.0, 0.0))
-    n, parts = rows * tp_size, []
+    n = rows * tp_size
+    parts = []
     whole, shard = (slices_bytes(shard_on_meta(own, dtype, 0, (1,) * ranks)[1]) / 1e9 for ranks in (1, tp_size))
     words = f"{n} rows on {tp_size} whole copies of {whole:.1f} GB, {rows} each: "
     words += f"{1e3 * alone:.2f} ms ({n / alone:,.0f} tokens/s)"
@@ -271,10 +279,12 @@ def choose_machine(args):
 
 def main(argv=None):
     args = parse(argv)
-    (name, own), dtype = flags.read_config(args), flags.read_dtype(args)
+    name, own = flags.read_config(args)
+    dtype = flags.read_dtype(args)
     with naming("--wirings" if args.wirings else "--tp"):
         configs = distinct_configs(own, args.wirings or variants(own), args.tp)
-    context, machine = min(FILLED_SLOTS, own.max_seq_len), choose_machine(args)
+    context = min(FILLED_SLOTS, own.max_seq_len)
+    machine = choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
     what += f", sums by {args.comm}" * (args.comm != "library")
     rates = f"{machine.bandwidth / 1e9:,.1f} GB/s"

@@ -19,8 +19,10 @@ def variants(config):
         with contextlib.suppress(InputError):
             return bool(rewired(config, text))
 
-    n_layers, mixture = config.n_layers, config.find(Mixture)
-    middle, half = n_layers // 4, max(1, n_layers // 2)
+    n_layers = config.n_layers
+    mixture = config.find(Mixture)
+    middle = n_layers // 4
+    half = max(1, n_layers // 2)
     more = {
         "ladder": ["ladder", f"ladder:{half}", *["ladder-4"] * bool(mixture)], "desync": ["desync:2", "desync:4"],
         "laneformer": [], "farskip-attention": [], "farskip-mlp": [],
@@ -46,7 +48,8 @@ class Clock:
     tp_size = lanes = 1
 
     def __init__(self, all_reduce, flight):
-        self.all_reduce, self.flight = all_reduce, flight
+        self.all_reduce = all_reduce
+        self.flight = flight
         self.now = self.free_at = 0.0
         self.started = 0
 
@@ -89,8 +92,10 @@ def run_layers(config, attention, feed_forward, all_reduce, splits=1, flight=0.0
             clock.sum_now(norm_sum)
         return clock.advance(attention / 2)
 
-    clock, block = Clock(all_reduce, flight), SimpleNamespace(attention_norm=lambda x: x, ffn_norm=lambda x: x)
-    block.attention, block.feed_forward = attend, lambda *_: clock.advance(feed_forward)
+    clock = Clock(all_reduce, flight)
+    block = SimpleNamespace(attention_norm=lambda x: x, ffn_norm=lambda x: x)
+    block.attention = attend
+    block.feed_forward = lambda *_: clock.advance(feed_forward)
     sublayers = list_sublayers(config, [block] * config.n_layers)
     interleave([config.named_wiring.run(0.0, sublayers, clock, config) for _ in range(splits)])
     return clock

@@ -22,8 +22,10 @@ from tp import TensorParallel
 class Silent(TensorParallel):
     """Collectives without all-reduces: the same sublayers compute, but on partials."""
 
-    start, wait = SingleDevice.start, SingleDevice.wait
-    settle, pin = SingleDevice.settle, SingleDevice.pin
+    start = SingleDevice.start
+    wait = SingleDevice.wait
+    settle = SingleDevice.settle
+    pin = SingleDevice.pin
 
 
 @torch.inference_mode()  # as in generate(): else the compiler would make another graph for these tensors
@@ -34,7 +36,8 @@ def replays(runner, tokens, lengths):
     decode step reads and writes up to the last slot before the dummy slot.
     """
     runner.chunk_tokens = tokens.numel()
-    token, longest = tokens[:, :1].clone(), dummy_slot(runner.cache)
+    token = tokens[:, :1].clone()
+    longest = dummy_slot(runner.cache)
     last = torch.full_like(lengths, longest - 1)
     return {
         "prefill": lambda: runner.prefill(tokens, lengths), "decode": lambda: runner.decode(token, last, longest)
@@ -62,12 +65,15 @@ class Case(NamedTuple):
 @torch.inference_mode()
 def make_case(kind, runner, tokens, lengths, world):
     """Return the Case of a runner's step, "prefill" or "decode"; tokens, lengths: as in replays()."""
-    model, silent, (B, S) = runner.model, copy.copy(runner.model), tokens.shape
+    model = runner.model
+    silent = copy.copy(runner.model)
+    B, S = tokens.shape
     silent.comm = Silent(model.config, world.shares, world.group)
     steps = [replays(one, tokens, lengths)[kind] for one in (runner, runner.like(silent, runner.cache))]
     splits, width = (runner.choose_splits(B, S), S) if kind == "prefill" else (1, 1)
     partial = torch.zeros(B, -(-width // splits), model.config.dim, device=model.device, dtype=model.dtype)
-    read, places = weight_bytes(model, B * width), (".attention.", ".feed_forward.", "output.")
+    read = weight_bytes(model, B * width)
+    places = (".attention.", ".feed_forward.", "output.")
     *layers, head = (sum(n_bytes for name, n_bytes in read.items() if place in name) for place in places)
     sizes = *layers, head * (kind == "decode")
     return Case(model.config, *steps, model.comm, partial, world.group.link, sizes, splits)

@@ -104,7 +104,8 @@ def emulate(world, link, simulate_tp=None):
         raise InputError("a link needs two or more ranks, started with torchrun, or --simulate-tp")
     linked = copy.copy(world)
     linked.group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
-    linked.tp_size, linked.shares = tp_size, (1,) * tp_size if simulate_tp else world.shares
+    linked.tp_size = tp_size
+    linked.shares = (1,) * tp_size if simulate_tp else world.shares
     return linked
 
 
@@ -118,7 +119,8 @@ class LinkedGroup(Group):
 
     def __init__(self, inner, link, rank, tp_size, device):
         super().__init__("linked", inner, rank, tp_size)
-        self.tp_size, self.stream = tp_size, None
+        self.tp_size = tp_size
+        self.stream = None
         self.free_at = 0.0  # when the link has delivered everything
         if device.type == "cuda" and link.seconds(1, 2) > 0:
             from ladder.kernels import compiling

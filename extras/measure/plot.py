@@ -13,13 +13,15 @@ GREYS = {"standard": "black", "upper-bound": "darkgrey"}  # what the others are 
 
 def by_link(lines):
     """Return {wiring: [(ms of an all-reduce, times as fast as standard, how far down and up its quartiles are)]}."""
-    series, rows = defaultdict(list), defaultdict(dict)
+    series = defaultdict(list)
+    rows = defaultdict(dict)
     for line in lines:
         rows[line["link"]["name"]][line["wiring"]] = line
     for name, row in rows.items():
         if "standard" not in row:
             raise InputError(f"there is no line of standard over the link {name}")
-        all_reduce, standard = statistics.median(line["all_reduce_ms"] for line in row.values()), row["standard"]
+        all_reduce = statistics.median(line["all_reduce_ms"] for line in row.values())
+        standard = row["standard"]
         for wiring, line in row.items():
             ratio, high, low = (standard["step_ms"] / ms for ms in (line["step_ms"], *line["quartiles_ms"]))
             series[wiring].append((all_reduce, ratio, ratio - low, high - ratio))

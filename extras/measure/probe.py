@@ -29,7 +29,8 @@ def run(group, x, count):
 
 def all_reduces(world):
     """Return [{bytes, us, gbps on the wire}], medians of 9 runs, which together take about 0.5 s for each size."""
-    lines, calls = [], 9 * (QUEUED + 1) if world.device.type == "cuda" else 9
+    lines = []
+    calls = 9 * (QUEUED + 1) if world.device.type == "cuda" else 9
     for n_bytes in MESSAGE_BYTES:
         x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
         three = functools.partial(run, world.group, x, 3)
@@ -62,7 +63,8 @@ def main(argv=None):
     for line in lines:
         print(f"all-reduce of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
     if lines:
-        rate, numbers = min(result["bandwidth"]) / 1e9, f"{lines[0]['us']:.1f}us+{lines[-1]['gbps']:.3f}gbps"
+        rate = min(result["bandwidth"]) / 1e9
+        numbers = f"{lines[0]['us']:.1f}us+{lines[-1]['gbps']:.3f}gbps"
         print(f"for extras.measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {numbers}")
     if args.json:
         outputs.append_line(args.json, {**environment, "probe": result})

@@ -71,7 +71,8 @@ def make_cases(args, world):
     """Return {(link, wiring and parts, batch): exposed.Case}, whose models share their weights and caches."""
     models = bench.load_models(args.config, args.wiring, args, world)
     progress.at("measurement", timed=False)
-    caches, cases = {}, {}
+    caches = {}
+    cases = {}
     for (wiring, model), batch, splits in itertools.product(models.items(), args.batch, args.splits):
         key = model.config.named_wiring.shards(world.shares), batch
         caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + 1)
@@ -88,7 +89,8 @@ def measure(args, world):
     world.say(f"{args.kind} of {', '.join(args.wiring)} ...")
     cases = make_cases(args, world)
     reports = exposed.measure(world, cases, args.seconds)
-    made, lines = benchmarking.environment(world), []
+    made = benchmarking.environment(world)
+    lines = []
     for (one, name, batch), case in cases.items():
         lines.append({
             "model": args.name, "n_layers": args.config.n_layers, "kind": args.kind, "compiled": not args.eager,
@@ -142,7 +144,8 @@ def cell(line, row):
 
     `~` means that the quartiles of both overlap. row: {wiring: line} over the same link.
     """
-    standard, above = row.get("standard"), line["step_ms"] / line["limit_ms"] - 1
+    standard = row.get("standard")
+    above = line["step_ms"] / line["limit_ms"] - 1
     text = f"{line['step_ms']:.{1 if line['device'] == 'cpu' else 3}f} ({100 * above:+.0f}%"
     if standard in (None, line):
         return f"{text})"

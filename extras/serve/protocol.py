@@ -43,7 +43,8 @@ MESSAGE_KEYS = {  # {a key that a message may have besides role and content: wha
     "reasoning_content": {"reasoning_content"}, "name": {"name"}, "tool_calls": {"tool_calls"},
     "tool_call_id": {"tool", "tool_calls"},
 }  # fmt: skip
-MAX_STOPS, MAX_LOGPROBS = 16, 20
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
 LONG_TEXT = 2**16  # with more bytes of a body, or characters of a text, a tokenizer takes long
 
 
@@ -92,7 +93,8 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
     stop = [ask["stop"]] if isinstance(ask["stop"], str) else ask["stop"]
     valid = len(stop) <= MAX_STOPS and all(s and isinstance(s, str) for s in stop)
     check(valid, f"stop must be a text, or up to {MAX_STOPS}, none of them empty")
-    logprobs, max_tokens = ask["logprobs"], ask["max_tokens"]
+    logprobs = ask["logprobs"]
+    max_tokens = ask["max_tokens"]
     if chat:
         logprobs = ask["top_logprobs"] if logprobs else None
         max_tokens = min(max_tokens, ask["max_completion_tokens"])
@@ -111,7 +113,8 @@ def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
     else:
         prompts = read_prompts(ask["prompt"], tokenizer, context, max_prompts)
     check(len(prompts) == 1 or not ask["stream"], "a stream takes one prompt")
-    requests, echoes = [], []
+    requests = []
+    echoes = []
     for text, ids in prompts:
         valid = all(type(i) is int and 0 <= i < vocab_size for i in ids)
         check(valid, f"token ids are from 0 to {vocab_size - 1}")
@@ -149,7 +152,10 @@ def encode(text, tokenizer):
 
 def echo(text, ids, tokenizer):
     """Return (a prompt's text, the offset in it at which each token begins). text: as it came; None if ids came."""
-    stream, names, shown, offsets = TextStream(tokenizer), hidden_names(tokenizer), "", []
+    stream = TextStream(tokenizer)
+    names = hidden_names(tokenizer)
+    shown = ""
+    offsets = []
     for i in ids:
         offsets.append(len(shown))
         shown += stream.push([i])
@@ -183,7 +189,9 @@ def read_message(place, message, template):
     """Return a message as a chat template takes it. place: what error messages call it. Raises HTTPException."""
     check(isinstance(message, dict), f"{place} is {reprlib.repr(message)}, but must be an object with role and content")
     given = {name: value for name, value in message.items() if value}
-    role, content, calls = given.pop("role", None), given.pop("content", ""), given.get("tool_calls", [])
+    role = given.pop("role", None)
+    content = given.pop("content", "")
+    calls = given.get("tool_calls", [])
     check(isinstance(role, str), f"{place} has the role {reprlib.repr(role)}, which must be a text, such as user")
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
@@ -227,22 +235,28 @@ class Text:
         for i, mark in self.marks.items():
             stops = [stop.replace(hidden[i], mark) for stop in stops]
         self.unmarked = str.maketrans("", "", "".join(self.marks.values()))
-        self.stream, self.stops, self.longest = TextStream(tokenizer, ids), stops, max(map(len, stops), default=1)
-        self.withheld, self.size = "", 0  # text in which a stop string may have begun; characters so far
-        self.early_tokens, self.early = min_tokens, 0  # in which no stop string may end; their characters in `withheld`
+        self.stream = TextStream(tokenizer, ids)
+        self.stops = stops
+        self.longest = max(map(len, stops), default=1)
+        self.withheld = ""  # text in which a stop string may have begun
+        self.size = 0  # characters so far
+        self.early_tokens = min_tokens  # in which no stop string may end
+        self.early = 0  # characters of these tokens in `withheld`
 
     def push(self, ids, finish):
         """Return (the text that no stop string can change any more, why the answer ends or None)."""
         for i in ids:
             new = self.stream.push([i])
-            self.withheld, self.size = self.withheld + new + self.marks.get(i, ""), self.size + len(new)
+            self.withheld = self.withheld + new + self.marks.get(i, "")
+            self.size += len(new)
             if self.early_tokens > 0:
                 self.early_tokens, self.early = self.early_tokens - 1, len(self.withheld)
         self.withheld += self.stream.flush() if finish else ""
         end = len(self.withheld) if finish else max(0, len(self.withheld) - self.longest + 1)
         starts = {stop: max(0, self.early - len(stop) + 1) for stop in self.stops}
         if cuts := [i for stop in self.stops if (i := self.withheld.find(stop, starts[stop])) >= 0]:
-            end, finish = min(cuts), "stop"
+            end = min(cuts)
+            finish = "stop"
         text, self.withheld, self.early = self.withheld[:end], self.withheld[end:], max(0, self.early - end)
         return text.translate(self.unmarked), finish
 

@@ -48,8 +48,11 @@ class Row:
     """
 
     def __init__(self, slot, has_states):
-        self.ids, self.request, self.used = [0], None, 0  # used: the pass in which a request last began or ended
-        self.slot, self.has_states = slot, has_states  # of linear attention, which cannot go back in a sequence
+        self.ids = [0]
+        self.request = None
+        self.used = 0  # the pass in which a request last began or ended
+        self.slot = slot
+        self.has_states = has_states  # of linear attention, which cannot go back in a sequence
 
     def cached(self, ids):
         """Return how many of a prompt's first tokens are cached; 0 with linear attention."""
@@ -67,9 +70,13 @@ class Rows(list):
     """
 
     def __init__(self, runner, eos_ids):
-        n, has_states = len(runner.cache[0][0]), not runner.model.config.rewindable
+        n = len(runner.cache[0][0])
+        has_states = not runner.model.config.rewindable
         super().__init__(Row(slot, has_states) for slot in range(n))
-        self.runner, self.eos_ids, self.passes, self.runners = runner, eos_ids, 0, {}
+        self.runner = runner
+        self.eos_ids = eos_ids
+        self.passes = 0
+        self.runners = {}
         self.caches = [self.part(slot, slot + 1) for slot in range(n)]  # of each slot
         fixed_shapes = runner.passes.compiles_decode or runner.passes.graphs
         for size in range(1, n + 1):
@@ -85,10 +92,14 @@ class Rows(list):
 
     def start(self, number, request):
         """Begin a request in a free row."""
-        row, ids, device = self[number], request["ids"], self.runner.device
+        row = self[number]
+        ids = request["ids"]
+        device = self.runner.device
         row.scores = request["echo"] and request["logprobs"] is not None
         row.cached_tokens, row.prompt_tokens = (0, [Token(ids[0])]) if row.scores else (row.cached(ids), [])
-        row.ids, row.request, row.used = ids[: row.cached_tokens + 1], request, self.passes
+        row.ids = ids[: row.cached_tokens + 1]
+        row.request = request
+        row.used = self.passes
         row.sampler = Sampler(**request["sampling"], device=device)
         row.end_ids = {*request["stop_token_ids"], *(() if request["ignore_eos"] else self.eos_ids)}
         row.seen = None  # whether an id is in the prompt or in the answer, (V,)
@@ -104,23 +115,30 @@ class Rows(list):
         ask for them, the Tokens of the prompt are []; the number is 0 after the first Token.
         """
         self.passes += 1
-        prefilling, decoding = [row for row in self if row.prefilling], [row for row in self.busy if not row.prefilling]
-        chosen, logits = [], []
+        prefilling = [row for row in self if row.prefilling]
+        decoding = [row for row in self.busy if not row.prefilling]
+        chosen = []
+        logits = []
         if prefilling:
             row = min(prefilling, key=lambda row: row.used)
             last = self.prefill(row, decoding)
             if last is not None:
-                chosen, logits = [row], [last]
+                chosen = [row]
+                logits = [last]
         if decoding:
             logits.append(self.decode(decoding))
         return self.take(chosen + decoding, torch.cat(logits)) if logits else []
 
     def prefill(self, row, decoding):
         """Run a chunk of a row's prompt; returns the logits (1, v) after the prompt, or None if more chunks follow."""
-        ids, start, runner, cache = row.request["ids"], len(row.ids) - 1, self.runner, self.caches[row.slot]
+        ids = row.request["ids"]
+        start = len(row.ids) - 1
+        runner = self.runner
+        cache = self.caches[row.slot]
         progress.at("prefill from token", start)
         end = min(start + (SHORT_CHUNK if decoding or row.scores else runner.chunk_tokens), len(ids))
-        tokens, positions = torch.tensor([ids[start:end]]), torch.arange(start, end)[None]
+        tokens = torch.tensor([ids[start:end]])
+        positions = torch.arange(start, end)[None]
         later = (positions.to(runner.device), cache, end) if start else (None, cache, None)
         select = None if row.scores else torch.tensor([end - start - 1], device=runner.device)
         splits = runner.choose_splits(1, end - start)
@@ -142,7 +160,8 @@ class Rows(list):
         others = [row for row in self if row.slot < size and row not in decoding]
         for row in [row for row in decoding if row.slot >= size]:
             self.swap(row, others.pop())
-        rows, runner = sorted(self, key=lambda row: row.slot)[:size], self.runners[size]
+        rows = sorted(self, key=lambda row: row.slot)[:size]
+        runner = self.runners[size]
         caches = [self.caches[row.slot] for row in rows if row.prefilling]
         layers = [layer for cache in caches for layer in cache if not has_slots(layer)]
         states = [(state, state.clone()) for layer in layers for state in layer]
@@ -153,10 +172,12 @@ class Rows(list):
 
     def swap(self, row, other):
         """Let two rows exchange their slots, with what the cache has of them."""
-        n, places = max(len(row.ids), len(other.ids)), (self.caches[row.slot], self.caches[other.slot])
+        n = max(len(row.ids), len(other.ids))
+        places = (self.caches[row.slot], self.caches[other.slot])
         for a, b in zip(*map(itertools.chain.from_iterable, places), strict=True):
             if a.dim() == 4:  # keys or values, of which only the first are in use; otherwise a state
-                a, b = a[:, :, :n], b[:, :, :n]
+                a = a[:, :, :n]
+                b = b[:, :, :n]
             before = a.clone()
             a.copy_(b)
             b.copy_(before)
@@ -164,7 +185,8 @@ class Rows(list):
 
     def take(self, rows, logits):
         """Sample a token for each of the rows from its logits (len(rows), v); returns a list as step does."""
-        comm, taken = self.runner.model.comm, []
+        comm = self.runner.model.comm
+        taken = []
         ids = sample_rows([row.sampler for row in rows], self.adjusted(rows, logits), comm).tolist()
         places = [i for i, row in enumerate(rows) if row.request["logprobs"] is not None]
         full = dict(zip(places, comm.gather_logits(logits[places]), strict=True)) if places else {}
@@ -175,15 +197,18 @@ class Rows(list):
             row.ids.append(token.id)
             finish = "stop" if token.id in row.end_ids else "length" if row.n_new >= row.request["max_tokens"] else None
             if token.id < 0:
-                finish, row.ids = "error", [0]
+                finish = "error"
+                row.ids = [0]
                 for tensor in itertools.chain(*self.caches[row.slot]):
                     tensor.zero_()  # even masked, a NaN would reach the next request
             elif row.seen is not None:
                 row.seen[token.id] = True
             if finish:
-                row.request, row.used = None, self.passes
+                row.request = None
+                row.used = self.passes
             taken.append((self.index(row), token, finish, row.prompt_tokens, row.cached_tokens))
-            row.prompt_tokens, row.cached_tokens = [], 0
+            row.prompt_tokens = []
+            row.cached_tokens = 0
         return taken
 
     def adjusted(self, rows, logits):
@@ -192,7 +217,8 @@ class Rows(list):
         repetition_penalty: of ids that the prompt or the answer has, positive logits are divided by it and negative
         ones are multiplied. Ids that would end an answer too early get the least logit.
         """
-        first_id, v = self.runner.model.comm.local_logits(logits)[1], logits.shape[-1]
+        first_id = self.runner.model.comm.local_logits(logits)[1]
+        v = logits.shape[-1]
         penalized = [i for i, row in enumerate(rows) if row.seen is not None]
         early = [i for i, row in enumerate(rows) if row.n_new < row.request["min_tokens"]]
         if penalized or early:

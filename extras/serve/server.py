@@ -128,8 +128,13 @@ class Answer:
     finish = None  # why it has ended
 
     def __init__(self, front, ask, index, receive):
-        self.front, self.ask, self.index, self.request = front, ask, index, ask["requests"][index]
-        self.start, self.loop, self.events = time.monotonic(), asyncio.get_running_loop(), asyncio.Queue()
+        self.front = front
+        self.ask = ask
+        self.index = index
+        self.request = ask["requests"][index]
+        self.start = time.monotonic()
+        self.loop = asyncio.get_running_loop()
+        self.events = asyncio.Queue()
         self.watcher = asyncio.create_task(self.end_with_client(receive))
 
     def send(self, event):
@@ -144,9 +149,13 @@ class Answer:
 
     async def choices(self):
         """Yield entries of `choices`: for a stream whenever there is new text, else one. At the end, free the row."""
-        request, chat, stream, tokenizer = self.request, self.ask["chat"], self.ask["stream"], self.front.tokenizer
+        request = self.request
+        chat = self.ask["chat"]
+        stream = self.ask["stream"]
+        tokenizer = self.front.tokenizer
         text = Text(tokenizer, request["ids"], self.ask["stop"], request["min_tokens"])
-        tokens, role = [], {"role": "assistant"}
+        tokens = []
+        role = {"role": "assistant"}
         new, offsets = self.ask["echoes"][self.index]
         begin = len(new)
         try:
@@ -157,7 +166,8 @@ class Answer:
                 token, finish, scored, cached = event
                 check(finish != "error", "the logits are NaN or infinite: see --dtype", 500)
                 answer, finish = ([token], finish) if self.ask["max_tokens"] else ([], "length")
-                self.count, self.cached = self.count + len(answer), self.cached + cached
+                self.count += len(answer)
+                self.cached = self.cached + cached
                 tokens += [*scored, *answer]
                 offsets += [begin + text.size] * len(answer)
                 ids = [each.id for each in answer if finish != "stop"]  # end-of-sequence has no text
@@ -168,7 +178,10 @@ class Answer:
                     logprobs = None if request["logprobs"] is None else logprobs_of(tokens, offsets, chat, tokenizer)
                     said = message if chat else {"text": new}
                     yield {"index": self.index, **said, "logprobs": logprobs, "finish_reason": self.finish}
-                    new, tokens, offsets, role = "", [], [], {}  # clients join the strings of all deltas
+                    new = ""  # clients join the strings of all deltas
+                    tokens = []
+                    offsets = []
+                    role = {}
         finally:
             self.front.open.pop(self, None)
             times = time.monotonic() - self.start, self.finish or "cut"
@@ -201,13 +214,15 @@ class Front:
 
     def __init__(self, args, listener):
         self.model = args.name or os.path.basename(os.path.abspath(args.checkpoint))
-        self.api_key, self.max_open = args.api_key or os.environ.get("LADDER_API_KEY"), args.rows + args.queue
+        self.api_key = args.api_key or os.environ.get("LADDER_API_KEY")
+        self.max_open = args.rows + args.queue
         self.origins = args.allow_origin
         self.address = address, port = listener.getsockname()[:2]
         self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         local = address == "::1" or address.startswith("127.")
         self.hosts = {"localhost", address, args.host.lower()} if local and not self.api_key else None
-        self.open, self.rows = {}, {}  # {answer that waits or runs: None}, in order; {number of a row: its last answer}
+        self.open = {}  # {answer that waits or runs: None}, in order
+        self.rows = {}  # {number of a row: its last answer}
         self.wake = threading.Event()
         headers = {"Content-Security-Policy": CONTENT_POLICY}
         page = HTMLResponse(Path(__file__).with_name("page.html").read_text(), headers=headers)
@@ -271,7 +286,8 @@ class Front:
 
     async def complete(self, request):
         self.admit(request)
-        data, chat = bytearray(), "chat" in request.scope["path"]
+        data = bytearray()
+        chat = "chat" in request.scope["path"]
         try:
             async for chunk in request.stream():
                 data += chunk

@@ -41,7 +41,8 @@ def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
 
     x, teacher_x: normed streams (n, D), from which the heads compute logits.
     """
-    student_logp, divergence = F.log_softmax(head(x).float(), -1), x.new_zeros(())
+    student_logp = F.log_softmax(head(x).float(), -1)
+    divergence = x.new_zeros(())
     if teacher_x is not None:
         teacher_logp = F.log_softmax(teacher_head(teacher_x).float(), -1)
         divergence = F.kl_div(student_logp, teacher_logp, reduction="sum", log_target=True)
@@ -62,10 +63,12 @@ class Trainee(Transformer):
         count and over the sublayers from self.first_sublayer on of |partial - known partial|^2 / |known partial|^2.
         Each of these reads what it would if all other partials were the known ones.
         """
-        x, metadata = self.embed(batch.tokens), attention_metadata(self, batch.positions, mask=batch.mask)
+        x = self.embed(batch.tokens)
+        metadata = attention_metadata(self, batch.positions, mask=batch.mask)
         if self.config.named_wiring.fixed_shards:
             return self.norm(interleave(lanes.loops(self, x, metadata))[0])  # all lanes end with the same x
-        recorded, errors = [], []
+        recorded = []
+        errors = []
 
         def compare(i, h, x):
             target = known[i][batch.counts].float()
@@ -145,7 +148,8 @@ def losses(model, batch, teacher=None, align=False, text_weight=0.0):
     for i in zip(*(index.split(LOSS_TOKENS) for index in batch.counts.nonzero(as_tuple=True)), strict=True):
         of_teacher = (teacher.logits, teacher_x[i]) if teacher else ()
         kl, ce = model.token_losses(model.logits, x[i], batch.targets[i], *of_teacher)
-        divergence, nats = divergence + kl, nats + ce
+        divergence = divergence + kl
+        nats = nats + ce
     return divergence + (text_weight * nats if teacher else nats), nats.detach()
 
 
@@ -158,7 +162,8 @@ def validation_loss(model, windows, rows, world, teacher=None):
     kl = nats = tokens = 0.0
     for batch in windows.batches(range(windows.n), rows, world):
         loss, ce = losses(model, batch, teacher)
-        kl, nats = kl + (loss.item() if teacher else 0), nats + ce.item()
+        kl += loss.item() if teacher else 0
+        nats += ce.item()
         tokens += batch.counts.sum().item()
     model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
     nats, kl, tokens = sharding.summed([nats, kl, tokens], world)
@@ -178,18 +183,22 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
 
     If the loss or its gradient is not finite, this raises InputError before anything changes.
     """
-    start, indices = time.perf_counter(), windows.indices((step - 1) * args.batch, args.batch)
+    start = time.perf_counter()
+    indices = windows.indices((step - 1) * args.batch, args.batch)
     nats = total_loss = tokens = 0.0
     for batch in windows.batches(indices, args.micro_batch, world):
         loss, ce = losses(model, batch, teacher, step <= args.align_steps, args.text_weight)
         loss.backward()
-        nats, total_loss, tokens = nats + ce.item(), total_loss + loss.item(), tokens + batch.counts.sum().item()
+        nats += ce.item()
+        total_loss += loss.item()
+        tokens += batch.counts.sum().item()
         progress.beat()
     nats, total_loss, tokens = sharding.summed([nats, total_loss, tokens], world)
     for parameter in model.parameters():
         if parameter.grad is not None:  # it is frozen, or alignment takes no notice of it
             parameter.grad.mul_(world.tp_size / max(tokens, 1))  # FSDP2 has taken the mean over the ranks
-    nats, total_loss = nats / max(tokens, 1), total_loss / max(tokens, 1)
+    nats = nats / max(tokens, 1)
+    total_loss = total_loss / max(tokens, 1)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
     if not math.isfinite(total_loss + norm):
         raise InputError(
@@ -221,7 +230,8 @@ def train(model, teacher, windows, valid, run, args, world):
     matrices, vectors = ([p for p in trained if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    first, is_rank_0 = sharding.restore(run, model, optimizer, world) + 1, world.rank == 0
+    first = sharding.restore(run, model, optimizer, world) + 1
+    is_rank_0 = world.rank == 0
     lines = runs.read_log(run, first - 1)
     valid_lines = [{"step": 0, "valid": math.inf}, *(line for line in lines if "valid" in line)]
     best = min(valid_lines, key=distance)

@@ -66,7 +66,8 @@ def main(argv=None):
     flags.add_rank_flags(p)
     flags.add_json_flag(p, "the line")
     args = p.parse_args(argv)
-    world, folders = launch.join(args.device, vars(args)), (args.checkpoint, args.compare)
+    world = launch.join(args.device, vars(args))
+    folders = (args.checkpoint, args.compare)
     with world.together():
         configs = [checkpoint.read_config(folder) for folder in folders]
         tokenizer = load_tokenizer(args.checkpoint, configs[0].vocab_size)

@@ -38,9 +38,12 @@ class Scorer:
     """
 
     def __init__(self, model, rows, name):
-        self.model, self.original, self.name = model, model.config, name
+        self.model = model
+        self.original = model.config
+        self.name = name
         tokens, lengths = pad(rows, model.device)
-        self.tokens, self.targets = tokens[:, :-1], tokens[:, 1:]
+        self.tokens = tokens[:, :-1]
+        self.targets = tokens[:, 1:]
         self.counts = torch.arange(self.targets.shape[1], device=model.device) < lengths[:, None] - 1
         with torch.inference_mode():
             positions = torch.arange(self.tokens.shape[1], device=model.device).expand(self.tokens.shape)
@@ -61,7 +64,8 @@ class Scorer:
         first = min(done ^ set(layers), default=config.n_layers)
         known = known[: partials.sublayers_below(config, first)] if known else ()
         (x,) = interleave([partials.loop(self.model, config, self.embedded, self.metadata, known, recorded)])
-        x, targets = self.model.norm(x)[self.counts], self.targets[self.counts]
+        x = self.model.norm(x)[self.counts]
+        targets = self.targets[self.counts]
         for part, ids in zip(
             *(y.split(max(1, LOGITS_AT_ONCE // config.vocab_size)) for y in (x, targets)), strict=True
         ):
@@ -91,7 +95,9 @@ def choose(scorer, n):
     alone = {}
     for layer in tqdm(range(scorer.original.n_layers), "each layer alone", disable=None):
         alone[layer] = scorer.score({layer})[0]
-    chosen, now, growth = [], 0.0, dict(alone)
+    chosen = []
+    now = 0.0
+    growth = dict(alone)
     for _ in tqdm(range(n), "choosing", disable=None):
         tried = {}
         while growth.keys() - tried.keys():
@@ -107,7 +113,8 @@ def choose(scorer, n):
 
 
 def parse(argv):
-    p, from_two = flags.Parser(__doc__), number(int, 2)
+    p = flags.Parser(__doc__)
+    from_two = number(int, 2)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder whose layers to choose from")
     p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to score, of the kind it will see")
     p.add_argument("--layers", type=count, required=True, metavar="N", help="how many to rewire, e.g. 8")
@@ -128,8 +135,10 @@ def parse(argv):
 
 def speeds(own, wirings, dtype, args):
     """Return how many times as fast as the model's own wiring each of these decodes over args.link, as predicted."""
-    args.tflops, context = None, min(advise.FILLED_SLOTS, own.max_seq_len)
-    machine, work = advise.choose_machine(args), advise.decode_work(own, dtype, args.tp, args.batch, context)
+    args.tflops = None
+    context = min(advise.FILLED_SLOTS, own.max_seq_len)
+    machine = advise.choose_machine(args)
+    work = advise.decode_work(own, dtype, args.tp, args.batch, context)
     configs = [rewired(own, wiring) for wiring in (own.wiring, *wirings)]
     times = [advise.times_of(c, work, dtype, args.tp, args.batch, machine, args.link) for c in configs]
     own_seconds, *seconds = (advise.step_seconds(*pair)[0] for pair in zip(configs, times, strict=True))
@@ -173,7 +182,8 @@ def main(argv=None):
     config, rows, others = read(args)
     model = generate.load_model(config, args.checkpoint, args.dtype, world)
     chosen, alone = choose(Scorer(model, rows, args.wiring), args.layers)
-    scorer, n = Scorer(model, others, args.wiring), config.n_layers
+    scorer = Scorer(model, others, args.wiring)
+    n = config.n_layers
     sets = {"chosen": chosen, "last": [*range(n - 1, -1, -1)], "first": [*range(n)]}
     sets = {name: [sorted(order[:i]) for i in range(1, args.layers + 1)] for name, order in sets.items()}
     original = scorer.score(())[1]

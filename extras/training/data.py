@@ -25,7 +25,8 @@ def documents(path):
 
     In plain text, SEPARATOR stands between two documents. Each line of a .jsonl is an object with "text" or "messages".
     """
-    is_json, text = str(path).endswith(".jsonl"), read_text(path)
+    is_json = str(path).endswith(".jsonl")
+    text = read_text(path)
     for n, part in enumerate(text.split("\n" if is_json else SEPARATOR), start=1):
         if part.strip():
             where = f"{path} line {n}" if is_json else path
@@ -71,7 +72,8 @@ def tokenize(paths, tokenizer, end, target):
         bar = tqdm(chain.from_iterable(results), "tokenizing", unit=" documents", delay=1, disable=None)
         for n, ids in enumerate(bar):
             tokens = np.empty(len(ids), TOKEN)
-            tokens["id"], tokens["document"] = ids, n
+            tokens["id"] = ids
+            tokens["document"] = n
             tokens.tofile(f)
 
 
@@ -97,7 +99,8 @@ class Windows:
     """
 
     def __init__(self, paths, seq_len, flag, seed=0, at_most=None):
-        self.seq_len, self.seed = seq_len, seed
+        self.seq_len = seq_len
+        self.seed = seed
         files = [np.memmap(path, TOKEN, mode="r") for path in paths if path.stat().st_size]
         self.tokens = files[0] if len(files) == 1 else np.concatenate([np.empty(0, TOKEN), *files])
         self.tokens = self.tokens[: at_most and at_most + 1]
@@ -129,7 +132,9 @@ class Windows:
         ids, document = (torch.from_numpy(rows[name].astype(np.int64)) for name in ("id", "document"))
         same = document[:, 1:] == document[:, :-1]
         counts = same & torch.tensor([i is not None for i in indices])[:, None]
-        document, place, mask = document[:, :-1], torch.arange(S), None
+        document = document[:, :-1]
+        place = torch.arange(S)
+        mask = None
         starts = F.pad(~same[:, :-1], (1, 0), value=True)
         positions = place - torch.where(starts, place, 0).cummax(-1).values
         if starts[:, 1:].any():

@@ -38,7 +38,8 @@ def split(model):
     lanes = model.config.named_wiring.shards()
     plans = [tp.shard_slices(model, torch.float32, lane, lanes) for lane in range(len(lanes))]
     for i, kind in itertools.product(range(len(model.layers)), SUBLAYERS):
-        module, shards = getattr(model.layers[i], kind), []
+        module = getattr(model.layers[i], kind)
+        shards = []
         for plan in plans:
             slices = {name: plan[f"layers.{i}.{kind}.{name}"] for name, _ in module.named_parameters()}
             shard = copy.deepcopy(module)

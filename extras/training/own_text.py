@@ -39,7 +39,8 @@ def write(path, config, args, world):
     question. The file grows by ROWS documents at a time, so that a run that was killed goes on with the next ones. All
     ranks compute; rank 0 writes.
     """
-    size, n = args.seq_len, args.own_text // args.seq_len + 1
+    size = args.seq_len
+    n = args.own_text // args.seq_len + 1
     bytes_of_batch = ROWS * size * TOKEN.itemsize
     there = path.stat().st_size if world.rank == 0 and path.exists() else 0
     (there,) = map(int, sharding.summed([there], world))

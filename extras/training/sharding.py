@@ -86,7 +86,8 @@ def write(run, step, model, dtype, world):
 
     Every rank must call this, since tensors are gathered one at a time; rank 0 writes.
     """
-    parameters, float32 = dict(model.named_parameters()), torch.float32
+    parameters = dict(model.named_parameters())
+    float32 = torch.float32
     dtypes = {name: float32 if model.config.stays_float32(name) else dtype for name in parameters}
 
     def read(name):
@@ -109,7 +110,8 @@ def save(run, step, best, model, optimizer, world):
 
     Raises InputError if the disk is full.
     """
-    target, (weights, moments) = run / f"state-{step}", get_state_dict(model, optimizer)
+    target = run / f"state-{step}"
+    weights, moments = get_state_dict(model, optimizer)
     try:
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=target, process_group=world.dist_group)
     except (OSError, dcp.api.CheckpointException) as e:

@@ -32,7 +32,8 @@ def gated(gate, up, biases):
     """Return silu(gate) * up or, of experts with biases, gpt-oss's clamped SwiGLU."""
     if not biases:
         return F.silu(gate) * up
-    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    gate = gate.clamp(max=7)
+    up = up.clamp(-7, 7)
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 
 
@@ -150,7 +151,8 @@ class ExpertMatrices(NeverCalled):
 
     def __init__(self, in_features, out_features, n_experts, bias=False):
         super().__init__()
-        self.out_features, self.in_features = out_features, in_features
+        self.out_features = out_features
+        self.in_features = in_features
         self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(n_experts, out_features)) if bias else None
 

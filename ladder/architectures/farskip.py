@@ -90,7 +90,8 @@ def wiring_from_hf(hf):
         return None
     if hf["ladder_layers"]:
         raise InputError("config.json has both farskip and ladder_layers, which are two wirings: drop one")
-    n_layers, only = hf["num_hidden_layers"], (hf["attn_only_farskip"], hf["mlp_only_farskip"])
+    n_layers = hf["num_hidden_layers"]
+    only = (hf["attn_only_farskip"], hf["mlp_only_farskip"])
     layers = range(math.ceil(hf["farskip_start_idx"]), min(math.floor(hf["farskip_end_idx"]), n_layers - 1) + 1)
     if all(only) or not layers:  # AMD's code takes both together for neither sublayer being early
         return "standard"

@@ -74,7 +74,8 @@ class Heads(Architecture):
         return self.window_rope_theta
 
     def metadata(self, config, metadata, key_at, make_rope):
-        positions, mask = metadata.positions, metadata.mask
+        positions = metadata.positions
+        mask = metadata.mask
         scale = self.query_scale
         if self.llama4_beta:
             contexts = positions // config.rope_scaling[ORIGINAL_CONTEXT]
@@ -96,7 +97,8 @@ class Heads(Architecture):
         if self.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
             start, stop = columns[0]
             width = config.n_heads // config.n_kv_heads * H  # columns of a KV head's queries
-            first, end = start // width, -(-stop // width)  # KV heads, those shared with other ranks too
+            first = start // width  # the first KV head, and the end: those shared with other ranks count
+            end = -(-stop // width)
             plan |= {"q_norm": (0, columns), "k_norm": (0, [(first * H, end * H)])}
         return plan
 
@@ -147,7 +149,9 @@ class HeadAttention(Attention):
 
     def __init__(self, config, layer, settings):
         super().__init__(config, settings.query_rows(config))
-        N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
+        N = config.n_heads
+        K = config.n_kv_heads
+        H = config.head_dim
         self.window = settings.sliding_window if layer in settings.window_layers else None
         self.rotates = layer not in settings.nope_layers
         self.score_cap = settings.score_cap
@@ -202,7 +206,8 @@ def norm_heads(q, k, q_norm, k_norm, comm=None):
     """
     if comm is None:
         return q_norm(q), k_norm(k)
-    (queries,), (keys,) = q_norm.normalized_shape, k_norm.normalized_shape  # widths over all ranks
+    (queries,) = q_norm.normalized_shape  # the width over all ranks
+    (keys,) = k_norm.normalized_shape
     share = q.shape[2] * keys / queries  # ranks with a copy of a KV head each add a share of its squares
     squares = torch.stack([q.float().square().sum((1, 2, 4)), k.float().square().sum((1, 2, 4)) * share])
     # float64: sums of partials may be rounded on their way (ladder/ranks/eight_bits.py), which would ruin a norm
@@ -221,8 +226,11 @@ def attend_with_sinks(q, k, v, mask, sinks):
     # In one more dimension all keys but the extra one are 0, so that its score is the sink, whatever the query is.
     # PyTorch's kernels want multiples of 8 dimensions.
     _, _, G, S, H = q.shape
-    k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
-    k, v, mask = F.pad(k, (0, 8, 0, 1)), F.pad(v, (0, 8, 0, 1)), F.pad(mask, (0, 1), value=True)
+    k = k[:, :, : mask.shape[-1]]
+    v = v[:, :, : mask.shape[-1]]
+    k = F.pad(k, (0, 8, 0, 1))
+    v = F.pad(v, (0, 8, 0, 1))
+    mask = F.pad(mask, (0, 1), value=True)
     k[:, :, -1, H] = H**0.5
     sinks = sinks.view(q.shape[1], G, 1, 1).expand(*q.shape[:4], 1)
     queries = torch.cat((q, sinks.type_as(q), torch.zeros_like(q[..., :7])), -1).flatten(2, 3)
@@ -235,7 +243,8 @@ def attend_with_sinks(q, k, v, mask, sinks):
 def attend_capped(q, k, v, mask, score_cap):
     """Return what attend does, with scores score_cap tanh(score / score_cap)."""
     _, _, G, S, H = q.shape
-    k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
+    k = k[:, :, : mask.shape[-1]]
+    v = v[:, :, : mask.shape[-1]]
     scores = (q.flatten(2, 3) * H**-0.5 @ k.mT).float()
     scores = score_cap * (scores / score_cap).tanh()
     hidden = ~mask[:, None, None].expand(-1, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
@@ -248,7 +257,9 @@ def attend_capped(q, k, v, mask, score_cap):
 
 def window_layers(hf):
     """Return the layers with a window shorter than the context: by layer_types, else by the family's pattern."""
-    n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
+    n_layers = hf["num_hidden_layers"]
+    window = hf.get("sliding_window")
+    types = hf.get("layer_types")
     family = hf["family"]
     if window is None or not hf.get("use_sliding_window", True):
         return ()
@@ -257,7 +268,8 @@ def window_layers(hf):
     if types is None and family.needs_layer_types:
         raise InputError("a sliding_window needs layer_types in this family")
     if types is None:
-        first, step = hf.get("max_window_layers", 0), hf.get("sliding_window_pattern", n_layers + 1)
+        first = hf.get("max_window_layers", 0)
+        step = hf.get("sliding_window_pattern", n_layers + 1)
         return tuple(i for i in range(first, n_layers) if (i + 1) % step)
     if len(types) != n_layers or not {*types} <= {"full_attention", "sliding_attention"}:
         raise InputError(f"layer_types must name full_attention or sliding_attention for each of {n_layers} layers")

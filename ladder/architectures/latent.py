@@ -75,7 +75,9 @@ class Latent(Architecture):
         return LatentAttention(config, self)
 
     def sharded_units(self, config):
-        X, R, Y = self.key_dim, self.rope_dim, self.value_dim
+        X = self.key_dim
+        R = self.rope_dim
+        Y = self.value_dim
         queries = 0, [(0, X + R)]
         keys_and_values = 0, [(0, X), (config.n_heads * X, Y)]
         linears = {
@@ -115,12 +117,14 @@ class Latent(Architecture):
         if "kv_lora_rank" not in hf:
             return None
         settings = {name: hf[key] for name, key in cls.hf_keys.items() if name != "gate"}
-        rope, scale = hf["rope_scaling"], None
+        rope = hf["rope_scaling"]
+        scale = None
         if hf["num_key_value_heads"] not in (None, hf["num_attention_heads"]):
             raise InputError("num_key_value_heads must be num_attention_heads, since all heads share one latent")
         if missing := [cls.hf_keys[name] for name, value in settings.items() if value is None and name != "query_rank"]:
             raise InputError(f"{missing[0]} is null but must be a whole number above 0")
-        key_dim, rope_dim = settings["key_dim"], settings["rope_dim"]
+        key_dim = settings["key_dim"]
+        rope_dim = settings["rope_dim"]
         if hf["head_dim"] not in (None, rope_dim, key_dim + rope_dim):
             raise InputError(f"head_dim {hf['head_dim']} is neither qk_rope_head_dim nor that plus qk_nope_head_dim")
         if rope.get("mscale_all_dim") and rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -181,7 +185,8 @@ class LatentAttention(nn.Module):
     @plain
     def attend(self, q, kv, metadata, cache):
         """Return the heads' outputs (B, S, N Y). q: (B, S, N (X + R)), kv: latents and shared keys (B, S, L + R)."""
-        (B, S, _), (L, X, R, Y) = q.shape, self.sizes
+        B, S, _ = q.shape
+        L, X, R, Y = self.sizes
         q, rotated = q.view(B, S, -1, 1, X + R).permute(0, 2, 3, 1, 4).split([X, R], -1)  # (B, N, 1, S, X and R)
         latents, keys = kv.split([L, R], -1)
         q = torch.cat((q, rotate(rotated, *metadata.rope)), -1).squeeze(2)  # (B, N, S, X + R)
@@ -197,7 +202,8 @@ class LatentAttention(nn.Module):
         if mask is not None and self.absorbs(q.shape[2]):
             y = self.attend_to_latents(q, cached, metadata)
         else:
-            expanded, N = self.wkv_b(cached[:, 0, :, :L]), q.shape[1]  # (B, T', N X + N Y)
+            N = q.shape[1]
+            expanded = self.wkv_b(cached[:, 0, :, :L])  # (B, T', N X + N Y)
             k, v = (w.unflatten(-1, (N, -1)).transpose(1, 2) for w in expanded.split([N * X, N * Y], -1))
             k = torch.cat((k, cached[..., L:].expand(*k.shape[:-1], R)), -1)
             v = F.pad(v, (0, max(0, X + R - Y)))  # PyTorch's fast kernels want keys and values of one width
@@ -227,13 +233,15 @@ class LatentAttention(nn.Module):
     @plain
     def to_latents(self, q):
         """Return K_n^T q of each head (B, N, S, L) for q (B, N, S, X)."""
-        N, X = q.shape[1], q.shape[3]
+        N = q.shape[1]
+        X = q.shape[3]
         return torch.einsum("bnsx,nxl->bnsl", q, self.wkv_b.weight[: N * X].unflatten(0, (N, X)))
 
     @plain
     def to_values(self, y):
         """Return V_n y of each head (B, N, S, Y) for y (B, N, S, L)."""
-        N, Y = y.shape[1], self.sizes[3]
+        N = y.shape[1]
+        Y = self.sizes[3]
         return torch.einsum("bnsl,nyl->bnsy", y, self.wkv_b.weight[-N * Y :].unflatten(0, (N, Y)))
 
     def slots_read(self, filled):

@@ -61,7 +61,9 @@ class LinearAttention(Architecture):
         return GatedDeltaNet(config, self) if layer in self.layers else None
 
     def sharded_units(self, config):
-        X, Y, R = self.key_dim, self.value_dim, self.value_heads // self.key_heads
+        X = self.key_dim
+        Y = self.value_dim
+        R = self.value_heads // self.key_heads
         rows = {
             "wqkvz": 2 * X + 2 * R * Y,
             "wba": 2 * R,
@@ -85,7 +87,9 @@ class LinearAttention(Architecture):
     def from_hf(cls, hf):
         if "linear_num_key_heads" not in hf:
             return None
-        n_layers, types, interval = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("full_attention_interval")
+        n_layers = hf["num_hidden_layers"]
+        types = hf.get("layer_types")
+        interval = hf.get("full_attention_interval")
         types = types or ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
         if len(types) != n_layers or not {*types} <= {"full_attention", "linear_attention"}:
             raise InputError(f"layer_types must name full_attention or linear_attention for each of {n_layers} layers")
@@ -98,9 +102,12 @@ class LinearAttention(Architecture):
 
 def delta_step(q, k, v, log_decay, beta, state):
     """Compute what gated_delta_rule does for one token (S = 1), reading the state twice and writing it once."""
-    q, k, v = q.transpose(-1, -2)[:, :, None], k.transpose(-1, -2)[:, :, None], v.squeeze(-2)  # (B, K, 1, X, 1), ...
+    q = q.transpose(-1, -2)[:, :, None]  # (B, K, 1, X, 1)
+    k = k.transpose(-1, -2)[:, :, None]
+    v = v.squeeze(-2)
     decay = log_decay.exp()  # (B, K, R, 1)
-    from_k, from_q = (state * k).sum(-2) * decay, (state * q).sum(-2) * decay  # (B, K, R, Y)
+    from_k = (state * k).sum(-2) * decay  # (B, K, R, Y)
+    from_q = (state * q).sum(-2) * decay
     new = beta * (v - from_k)
     y = from_q + (q * k).sum(-2) * new
     return y[..., None, :], state * decay[..., None] + k * new[..., None, :]
@@ -130,13 +137,16 @@ def gated_delta_rule(q, k, v, log_decay, beta, state):
     log_decay, beta = (F.pad(x, (0, n * chunk - S)).unflatten(-1, (n, chunk)) for x in (log_decay, beta))
     since = log_decay.cumsum(-1)[..., None]  # (B, K, R, n, M, 1): log of the decay since the chunk's start
     between = (since - since.mT).exp().tril()  # (B, K, R, n, M, M): the decay from token j to token i >= j
-    q, k, beta = q[:, :, None], k[:, :, None], beta[..., None]
+    q = q[:, :, None]
+    k = k[:, :, None]
+    beta = beta[..., None]
     scores = q @ k.mT * between
     system = beta * (k @ k.mT) * between  # with ones on its diagonal: unitriangular
     right = beta * torch.cat((v, k.expand(*v.shape[:-1], -1) * since.exp()), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     v, from_state = solved.split([v.shape[-1], k.shape[-1]], -1)
-    q, k = q * since.exp(), k * (since[..., -1:, :] - since).exp()  # relative to the state before and after the chunk
+    q = q * since.exp()  # relative to the state before the chunk
+    k = k * (since[..., -1:, :] - since).exp()  # relative to the state after it
     outputs = []
     for i in range(n):
         new = v[..., i, :, :] - from_state[..., i, :, :] @ state  # (B, K, R, M, Y)
@@ -160,12 +170,16 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config, settings):
         super().__init__()
-        K, V, X, Y = settings.key_heads, settings.value_heads, settings.key_dim, settings.value_dim
+        K = settings.key_heads
+        V = settings.value_heads
+        X = settings.key_dim
+        Y = settings.value_dim
         self.sizes = V // K, X, Y
         self.wqkvz = Linear(config.dim, 2 * K * X + 2 * V * Y, bias=False)
         self.wba = Linear(config.dim, 2 * V, bias=False)
         self.conv = nn.Parameter(torch.empty(2 * K * X + V * Y, settings.conv_width))
-        self.A_log, self.dt_bias = nn.Parameter(torch.empty(V)), nn.Parameter(torch.empty(V))
+        self.A_log = nn.Parameter(torch.empty(V))
+        self.dt_bias = nn.Parameter(torch.empty(V))
         self.out_norm = RMSNorm(Y, config.norm_eps)
         self.wout = Linear(V * Y, config.dim, bias=False)
 
@@ -175,7 +189,8 @@ class GatedDeltaNet(nn.Module):
         cache: None, or made by new_cache and written in place. metadata: an AttentionMetadata. Without a mask every row
         starts anew, whatever the cache holds. Tokens after `last` are padding and do not change the cache.
         """
-        (B, S, _), (R, X, Y) = x.shape, self.sizes
+        B, S, _ = x.shape
+        R, X, Y = self.sizes
         qkv, z = self.wqkvz(x).view(B, S, -1, 2 * X + 2 * R * Y).split([2 * X + R * Y, R * Y], -1)
         strength, rate = self.wba(x).float().view(B, S, -1, 2, R).unbind(-2)  # (B, S, K, R)
         beta = strength.sigmoid()
@@ -186,7 +201,9 @@ class GatedDeltaNet(nn.Module):
             end = S
             if metadata.last is not None:
                 real = (metadata.positions <= metadata.last)[:, :, None, None]
-                beta, log_decay, end = beta * real, log_decay * real, real.sum(1, keepdim=True)[:, :, 0, 0]
+                beta = beta * real
+                log_decay = log_decay * real
+                end = real.sum(1, keepdim=True)[:, :, 0, 0]
             last_columns = end + torch.arange(before.shape[1], device=x.device).expand(B, -1)
             cache[1].copy_(columns[metadata.rows, last_columns])
         weights = self.conv.float()
@@ -206,7 +223,8 @@ class GatedDeltaNet(nn.Module):
 
     def new_cache(self, batch, length, device, dtype):
         """Return (the state (B, K, R, X, Y) float32, the convolution's last W - 1 inputs (B, W - 1, C)), zeroed."""
-        (R, X, Y), (C, W) = self.sizes, self.conv.shape
+        R, X, Y = self.sizes
+        C, W = self.conv.shape
         state = torch.zeros(batch, C // (2 * X + R * Y), R, X, Y, device=device)
         return state, torch.zeros(batch, W - 1, C, device=device, dtype=dtype)
 

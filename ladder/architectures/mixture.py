@@ -46,7 +46,9 @@ class Mixture(Architecture):
 
     def check(self, config):
         """Raise InputError if the settings make no mixture of experts, or the wiring is none for it."""
-        wiring, E, groups = config.named_wiring, self.n_experts, self.expert_groups
+        wiring = config.named_wiring
+        E = self.n_experts
+        groups = self.expert_groups
         if not {*self.dense_layers} <= {*range(config.n_layers)}:
             words = f"takes layers from 0 to {config.n_layers - 1}, not {self.dense_layers}"
             raise FieldError("{dense_layers.name} " + words, self)
@@ -121,7 +123,8 @@ class Mixture(Architecture):
         n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # as transformers 5 writes it
         if not n_experts:
             return None
-        layers, step = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step") or 1
+        layers = range(hf["num_hidden_layers"])
+        step = hf.get("decoder_sparse_step") or 1
         dense = hf.get("mlp_only_layers") or ()
         return {
             "n_experts": n_experts, "experts_per_token": hf["num_experts_per_tok"],
@@ -266,7 +269,8 @@ class GptOssWeights(Renamed):
 
 def deepseek_from_hf(hf):
     """Return the settings of a mixture with DeepSeek's keys, which GLM and Instella-MoE share."""
-    layers, types = range(hf["num_hidden_layers"]), hf.get("mlp_layer_types")
+    layers = range(hf["num_hidden_layers"])
+    types = hf.get("mlp_layer_types")
     if types and (len(types) != len(layers) or not {*types} <= {"dense", "sparse"}):
         raise InputError(f"mlp_layer_types must name dense or sparse for each of {len(layers)} layers")
     for key in "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor":

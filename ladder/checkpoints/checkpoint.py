@@ -181,7 +181,8 @@ def shards(index):
 
     Other tensors in these files, such as one that another file replaces, are not the model's.
     """
-    weight_map, result = read_json(index).get("weight_map"), {}
+    weight_map = read_json(index).get("weight_map")
+    result = {}
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map of tensor names to file names")
     for tensor, name in sorted(weight_map.items(), key=lambda item: str(item[1])):
@@ -263,7 +264,8 @@ class Weights:
         if target.dim() == 0:
             target.copy_(self.read(name))
             return
-        start, step = 0, max(1, 2**24 // self.read(name)[:1].nbytes)
+        start = 0
+        step = max(1, 2**24 // self.read(name)[:1].nbytes)
         for a, b in ranges or [(0, target.shape[dim])]:
             part = target.narrow(dim, start, b - a)
             start += b - a
@@ -318,7 +320,8 @@ def read_slice(weights, name, piece, device):
     Raises InputError if the tensor holds integers where the config says floats, integers of another type, or numbers
     that are not finite.
     """
-    stored, dtype = weights.read(name).dtype, piece.dtype
+    stored = weights.read(name).dtype
+    dtype = piece.dtype
     both_floats = stored.is_floating_point and dtype.is_floating_point and min(stored.itemsize, dtype.itemsize) > 1
     if stored != dtype and not both_floats:
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
@@ -326,7 +329,9 @@ def read_slice(weights, name, piece, device):
         dtype = stored
     if piece.zeros:
         return torch.zeros(piece.shape, dtype=dtype, device=device)
-    shape, columns, ranges = list(piece.shape), piece.columns_per_element, piece.ranges
+    shape = list(piece.shape)
+    columns = piece.columns_per_element
+    ranges = piece.ranges
     if ranges:  # of columns; from here on, of stored elements
         ranges = [(start // columns, -(-stop // columns)) for start, stop in ranges]
         shape[piece.dim] = sum(stop - start for start, stop in ranges)

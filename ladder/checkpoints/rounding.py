@@ -8,7 +8,8 @@ import torch
 from ladder.kernels.quant_linear import FP8_MAX, pack_pairs, round_to_fp8
 
 PIECE = 2**18  # numbers that are fitted at a time; they fit a processor's cache
-CLIPS, ITERATIONS = (1.0, 0.9, 0.8), 8  # of the fit of scales and zeros
+CLIPS = 1.0, 0.9, 0.8  # of the fit of scales and zeros
+ITERATIONS = 8
 COMPENSATED_AT_ONCE = 2**24  # numbers; so a head takes no more memory than a layer
 DAMPING = 0.05  # of the mean square of inputs, as if these had noise
 BLOCK = 64  # columns whose errors are carried one by one within the block, and together to what follows it
@@ -57,7 +58,9 @@ def to_int4(w, group_size, dtype=torch.float16, importance=None):
     w = w.unflatten(1, (-1, group_size))  # (N, G, K / G)
     share = torch.ones(w.shape[1:]) if importance is None else importance.view(w.shape[1:])
     share = share / share.sum(-1, keepdim=True)  # of a column in its group
-    low, high, mean = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True), (share * w).sum(-1, keepdim=True)
+    low = w.amin(-1, keepdim=True)
+    high = w.amax(-1, keepdim=True)
+    mean = (share * w).sum(-1, keepdim=True)
     best = None
     for clip in CLIPS:
         scales = ((high - low) * clip / 15).to(dtype).float()
@@ -100,7 +103,8 @@ def second_moments(x):
     x = x.flatten(0, -2)
     x = x / (x.abs().amax() or 1.0)  # their size does not matter, but their squares must not overflow
     importance = x.square().mean(0)
-    order, mean = importance.argsort(descending=True), importance.mean().item() or 1.0
+    order = importance.argsort(descending=True)
+    mean = importance.mean().item() or 1.0
     x = x[:, order]
     moments = x.T @ x / len(x)
     for damping in (DAMPING, 1.0, 10.0):  # more only where float32 is not enough
@@ -130,14 +134,17 @@ def to_compensated_int4(w, moments, group_size, dtype=torch.float16):
 def _compensate(w, importance, order, root, group_size, dtype):
     fitted = [to_int4(piece, group_size, dtype, importance)[1:] for piece in w.split(max(1, PIECE // w.shape[1]))]
     scales, zeros = map(torch.cat, zip(*fitted, strict=True))
-    steps, bases, groups = scales.T.float().contiguous(), zeros.T.float().contiguous(), (order // group_size).tolist()
+    steps = scales.T.float().contiguous()
+    bases = zeros.T.float().contiguous()
+    groups = (order // group_size).tolist()
     w = w.T[order]  # (K, N), so that a column lies in one piece
     q = torch.empty(w.shape, dtype=torch.uint8)
     for start in range(0, len(w), BLOCK):
         stop = min(start + BLOCK, len(w))
         errors = torch.empty_like(w[start:stop])
         for k in range(start, stop):
-            step, base = steps[groups[k]], bases[groups[k]]
+            step = steps[groups[k]]
+            base = bases[groups[k]]
             rounded = ((w[k] - base) / _nonzero(step)).round_().clamp_(0, 15)
             q[k], error = rounded, (w[k] - torch.addcmul(base, rounded, step)) / root[k, k]
             w[k + 1 : stop].addr_(root[k, k + 1 : stop], error, alpha=-1)

@@ -49,7 +49,9 @@ def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
 
     sizes: {name: bytes}, in the order of writing. read(name) returns a tensor. Only one shard is in memory at a time.
     """
-    total, shards, room = sum(sizes.values()), [], 0
+    total = sum(sizes.values())
+    shards = []
+    room = 0
     for name, size in sizes.items():
         if size > room:
             shards.append([])

@@ -147,7 +147,8 @@ def add_output_flags(parser, example):
     """Add the flags of a script that writes a folder in another format."""
     parser.add_argument("--out", metavar="DIR", required=True, help=f"the folder to write, e.g. {example}")
     parser.add_argument("--dtype", **one_of(checkpoint.DTYPES), help="of the written weights; default: their own")
-    size, words = number(float, 0, above=True), "GB of the largest file, about the memory needed"
+    size = number(float, 0, above=True)
+    words = "GB of the largest file, about the memory needed"
     parser.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=words)
 
 

@@ -18,7 +18,8 @@ class Job:
     """What generate.py's flags ask for, checked on all ranks before one of them loads weights. Raises InputError."""
 
     def __init__(self, args, world):
-        self.args, self.world = args, world
+        self.args = args
+        self.world = world
         with world.together():
             if args.compile:
                 from ladder.kernels import compiling
@@ -34,7 +35,8 @@ class Job:
                 warn_of_wiring(stored, config, world.shares)
             for text in filter(os.path.isfile, args.prompt or []):
                 world.say(f"{text} is also the name of a file: --prompt @{text} reads a prompt from each of its lines")
-            chats, self.prompts = is_chat(args), read_prompts(args, config, self.tokenizer)
+            chats = is_chat(args)
+            self.prompts = read_prompts(args, config, self.tokenizer)
             context = min(CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
             self.max_new_tokens, self.slots = fit(args.max_new_tokens, self.prompts, context)
             longest = max(map(len, self.prompts))

@@ -43,7 +43,8 @@ def read_prompts(args, config, tokenizer):
     prompts = [encode(text, args, tokenizer) for given in args.prompt or [] for text in read_prompt(given)]
     if args.prompt_length is not None:
         fit(1, [range(args.prompt_length)], config.max_seq_len)
-        seeded, shape = generator(args.seed % 2**64), (args.batch or 1, args.prompt_length)
+        seeded = generator(args.seed % 2**64)
+        shape = (args.batch or 1, args.prompt_length)
         prompts = torch.randint(config.vocab_size, shape, generator=seeded).tolist()
     if not prompts:
         raise InputError("no prompt: give --prompt or --prompt-length, or --chat alone to chat")
@@ -96,7 +97,8 @@ def fit(max_new_tokens, prompts, context):
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens!r} but must be a whole number, at least 1")
     lengths = [len(prompt) for prompt in prompts]
-    longest, shortest = max(lengths), min(lengths)
+    longest = max(lengths)
+    shortest = min(lengths)
     if longest >= context:
         raise InputError(f"a prompt of {longest} tokens leaves no room in the context of {context}: shorten it")
     return min(max_new_tokens, context - shortest), min(longest + max_new_tokens, context)
@@ -106,7 +108,10 @@ class Printer:
     """Shows a generation as it goes, on rank 0: one row as text, more rows as a progress bar and then their texts."""
 
     def __init__(self, rank, prompts, tokenizer, max_new_tokens, show_prompt=True):
-        self.shows, self.prompts, self.tokenizer, self.stream = rank == 0, prompts, tokenizer, None
+        self.shows = rank == 0
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.stream = None
         self.shows_prompt = show_prompt
         if self.shows and tokenizer is not None and len(prompts) == 1:
             self.stream = TextStream(tokenizer, [] if show_prompt else prompts[0])

@@ -10,8 +10,14 @@ def result(job, done, texts):
 
     Every rank calls it: it gathers.
     """
-    runner, source, config, world = done.runner, job.draft_source, job.config, job.world
-    longest, rows, passes, draft = max(map(len, job.prompts)), len(job.prompts), done.steps, runner.draft
+    runner = done.runner
+    source = job.draft_source
+    config = job.config
+    world = job.world
+    longest = max(map(len, job.prompts))
+    rows = len(job.prompts)
+    passes = done.steps
+    draft = runner.draft
     slots = longest + done.new_tokens / 2  # filled in the mean pass
     drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass
     read = step_bytes(runner.model, runner.cache, slots, drafted)
@@ -55,7 +61,8 @@ def summary(r):
     if r["texts"] and (cut := len(r["finish"]) - r["finish"].count("stop")):
         lines.append(f"{cut} of {r['batch']} texts cut at --max-new-tokens or the end of the context")
     if r["draft"]:
-        tried, accepted = sum(r["accepted"]), sum(n * times for n, times in enumerate(r["accepted"]))
+        tried = sum(r["accepted"])
+        accepted = sum(n * times for n, times in enumerate(r["accepted"]))
         lines.append(f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes; {tried} times a row had proposals, ")
         lines[-1] += f"{accepted / max(1, tried):.2f} of them accepted on average"
     return "\n".join(lines)

@@ -15,11 +15,13 @@ class AsyncScheduler:
     """
 
     def __init__(self, runner):
-        self.runner, self.ahead = runner, None  # ahead: what advance returned for the step in flight
+        self.runner = runner
+        self.ahead = None  # what advance returned for the step in flight
 
     def __call__(self, sequences, done, sampler):
         """Return [[the next id] of each row]. After the first call, only the lengths of the sequences are used."""
-        runner, longest = self.runner, max(map(len, sequences))
+        runner = self.runner
+        longest = max(map(len, sequences))
         if self.ahead is None:
             self.ahead = self.advance(*last_tokens(sequences, runner.device)[:2], longest, sampler)
         ids, *inputs = self.ahead
@@ -36,7 +38,8 @@ class AsyncScheduler:
         longest: as in Runner.cache_length. The next replay of a graph overwrites the result.
         """
         runner = self.runner
-        length, end = runner.cache_length(longest), runner.model.config.max_seq_len - 1  # done rows count up to it
+        length = runner.cache_length(longest)
+        end = runner.model.config.max_seq_len - 1  # done rows count up to it
         comm = runner.model.comm
         captures = runner.passes.graphs and "gathers" not in comm.on_host and not fast_sampling.is_edited()
         captures = captures and fast_sampling.gathers_as_known(comm)

@@ -59,7 +59,8 @@ class Sampler:
     """
 
     def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu", min_p=0.0):
-        low, high = 1e-6, 1e30  # float32 can still tell them from 0 and infinity
+        low = 1e-6  # float32 can still tell low and high from 0 and infinity
+        high = 1e30
         if not isinstance(temperature, int | float) or not 0 <= temperature <= high:
             raise InputError(f"temperature is {temperature!r} but must be from 0 (greedy) to {high}")
         if top_k is not None and top_k < 1:

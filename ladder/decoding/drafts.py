@@ -11,7 +11,8 @@ from ladder.ranks.world import World
 
 def build(job, runner):
     """Return the Draft that a Job asks for. runner: of the model that it is to help."""
-    source, alone = job.draft_source, World(0, 1, job.world.device)  # each rank loads the whole draft model
+    source = job.draft_source
+    alone = World(0, 1, job.world.device)  # each rank loads the whole draft model
     if source.config is None:
         return Ngrams(source.count)
     model = load_model(source.config, source.folder, job.args.dtype, alone)
@@ -25,7 +26,8 @@ def of_model(draft, count, runner, n_tokens=0):
     """
     if draft != "ngram" and not hasattr(draft, "config"):
         raise InputError(f"draft is {draft!r} but must be None, 'ngram' or a model")
-    config, small = runner.model.config, None if draft == "ngram" else draft.config
+    config = runner.model.config
+    small = None if draft == "ngram" else draft.config
     if small and 0.95 * small.vocab_size <= n_tokens <= small.vocab_size:  # as load_tokenizer demands it
         small = dataclasses.replace(small, vocab_size=config.vocab_size)
     check_models("draft", config, draft=small)

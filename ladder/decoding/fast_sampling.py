@@ -59,7 +59,8 @@ def race(sampler, weights, first_id, vocab_size):
     the largest lead wins with probability w / sum(w), also among all ranks. A second race chooses an id within the
     block. All ranks draw the same e, so the result does not depend on their number. first_id: of this rank.
     """
-    n_blocks, by_block = -(-vocab_size // VOCAB_BLOCK), weights.unflatten(-1, (-1, VOCAB_BLOCK))
+    n_blocks = -(-vocab_size // VOCAB_BLOCK)
+    by_block = weights.unflatten(-1, (-1, VOCAB_BLOCK))
     e = sampler.random(torch.Tensor.exponential_, len(weights), n_blocks + VOCAB_BLOCK)
     blocks = torch.arange(by_block.shape[1], device=weights.device) + first_id // VOCAB_BLOCK  # the last: padding
     lead, block = (by_block.sum(-1).double() / e[:, blocks.clamp(max=n_blocks - 1)]).max(-1)

@@ -27,12 +27,14 @@ class Draft:
     """
 
     def __init__(self, count, runner=None):
-        self.count, self.runner = count, runner
+        self.count = count
+        self.runner = runner
         self.counts = (count,) if runner else (0, count)  # n-grams may propose nothing
 
     def begin(self, cached_tokens=0):
         """Prepare for a generation of which cached_tokens of each row are in the model's cache."""
-        self.drafted, self.accepted = 0, Counter()
+        self.drafted = 0
+        self.accepted = Counter()
 
     @torch.inference_mode()
     def step(self, runner, sequences, done, sampler):
@@ -95,21 +97,28 @@ class SmallModel(Draft):
 
     def __init__(self, count, runner, vocab_size):
         super().__init__(count, runner)
-        self.vocab_size, self.last_id = vocab_size, runner.model.config.vocab_size - 1
+        self.vocab_size = vocab_size
+        self.last_id = runner.model.config.vocab_size - 1
 
     def begin(self, cached_tokens=0):
         super().begin()
-        self.cached, self.begins = min(cached_tokens, self.cached), True
+        self.cached = min(cached_tokens, self.cached)
+        self.begins = True
 
     def propose(self, sequences, done, sampler):
         positions = torch.tensor([len(ids) - 1 for ids in sequences], device=sampler.device)
-        logits, longest, ids, q = self.read(sequences, sampler.device), max(map(len, sequences)), [], []
+        logits = self.read(sequences, sampler.device)
+        longest = max(map(len, sequences))
+        ids = []
+        q = []
         for i in range(self.count):
             if i:
                 logits = self.runner.decode(ids[-1][:, None], positions + i, longest + i)
-            logits, comm = logits[:, -1], self.runner.model.comm
+            logits = logits[:, -1]
+            comm = self.runner.model.comm
             if self.last_id >= self.vocab_size:  # the other model's table has no rows for this padding
-                logits, comm = comm.gather_logits(logits)[:, : self.vocab_size], SINGLE_DEVICE
+                logits = comm.gather_logits(logits)[:, : self.vocab_size]
+                comm = SINGLE_DEVICE
             token, p = draw(sampler, logits, comm)
             ids.append(token)
             q.append(p if p is None else F.pad(p, (0, self.vocab_size - p.shape[-1])))
@@ -123,7 +132,8 @@ class SmallModel(Draft):
         if self.begins:  # not in begin(), since a request may end before anything is proposed
             tokens, lengths = pad([ids[:-1] for ids in sequences], device)
             self.runner.prefill(tokens.clamp(max=self.last_id), lengths, self.cached)
-        self.begins, self.cached = False, min(map(len, sequences))
+        self.begins = False
+        self.cached = min(map(len, sequences))
         tokens = torch.tensor([ids[-2:] for ids in sequences], device=device).clamp(max=self.last_id)
         positions = torch.tensor([len(ids) - 2 for ids in sequences], device=device)
         return self.runner.decode(tokens, positions, max(map(len, sequences)))
@@ -137,7 +147,8 @@ def verify(runner, sequences, ids, q, sampler):
 
     ids, q: as `proposed` and q of accept(); ids may be (B, 0). All but the last new id of a row were proposed.
     """
-    (tokens, positions, longest), comm = last_tokens(sequences, runner.device), runner.model.comm
+    tokens, positions, longest = last_tokens(sequences, runner.device)
+    comm = runner.model.comm
     logits = runner.decode(torch.cat((tokens, ids), 1), positions, longest + ids.shape[1])
     if not ids.shape[1]:
         return generate.sample(logits[:, 0], comm, sampler)[:, None].tolist()

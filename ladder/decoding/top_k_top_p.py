@@ -31,7 +31,8 @@ def local_candidates(sample, logits, comm):
     may be that is not among the n. logits (B, v): this rank's.
     """
     local, first_id, _ = comm.local_logits(logits.float())
-    top, n = local.amax(-1), min(max(MIN_CANDIDATES, sample.n_candidates), local.shape[-1])
+    top = local.amax(-1)
+    n = min(max(MIN_CANDIDATES, sample.n_candidates), local.shape[-1])
     weights = ((local - top[..., None]) / sample.temperature).exp_()
     log_total = (top[:, None].double() / sample.temperature)[:, 0] + weights.sum(-1).log()
     log_total = log_total.where(top.isfinite() & local.amin(-1).isfinite(), torch.nan)
@@ -50,11 +51,13 @@ def candidates(sample, logits, comm, received):
     If the filters may include more tokens, all logits of these rows are gathered. On a GPU they always are, since the
     host would have to wait in order to know.
     """
-    log_total, bound = received[:, :, -1, 0].logsumexp(0), received[:, :, -1, 1].amax(0)[:, None]
+    log_total = received[:, :, -1, 0].logsumexp(0)
+    bound = received[:, :, -1, 1].amax(0)[:, None]
     values, ids = received[:, :, :-1].transpose(0, 1).flatten(1, 2).unbind(-1)
     ids, order = ids.sort()
     values, order = values.gather(-1, order).sort(descending=True, stable=True)  # of equal logits the first id's
-    ids, weights = ids.gather(-1, order), filtered_weights(sample, values, log_total, bound)
+    ids = ids.gather(-1, order)
+    weights = filtered_weights(sample, values, log_total, bound)
     short = ((weights > 0) & (values <= bound)).any(-1)
     if logits.is_cuda or short.any():
         rows = slice(None) if logits.is_cuda else short
@@ -80,7 +83,8 @@ def filtered_weights(sample, values, log_total, bound=-torch.inf):
     log_total (B,): log of the sum of exp(logit / temperature) over the whole vocabulary. bound (B, 1): the most that
     other logits may be. Where top_k or min_p may include some of these, top_p excludes none.
     """
-    top, n = values[:, :1], values.shape[-1]
+    top = values[:, :1]
+    n = values.shape[-1]
     top_k = torch.as_tensor(sample.top_k, device=values.device)
     min_p = torch.as_tensor(sample.min_p, dtype=values.dtype, device=values.device)
     least = values.gather(-1, top_k.clamp(max=n).expand(len(values), 1) - 1)  # that top_k and min_p include

@@ -26,7 +26,8 @@ CPU_OPTIONS = {
 def prepare(device):
     """Set up torch.compile for a device. Raises InputError if it needs a compiler and there is none."""
     compilers.prepare_compile() if device.type == "cpu" else compilers.check_triton()
-    handler, phase = torch._dynamo.callback_handler, contextlib.ExitStack()
+    handler = torch._dynamo.callback_handler
+    phase = contextlib.ExitStack()
     if not handler.start_callbacks:  # what is compiled after warm_up, as for a chat's next prompt, is no hang
         handler.register_start_callback(lambda _: phase.enter_context(progress.during("compilation")))
         handler.register_end_callback(lambda _: phase.close())
@@ -100,7 +101,9 @@ def warm_up(runner, prompts, max_new_tokens, sampler):
 
     On a GPU passes of all these lengths are captured, and of the cache_length after them.
     """
-    start, first, state = time.perf_counter(), max(map(len, prompts)) + 1, sampler.generator.get_state()
+    start = time.perf_counter()
+    first = max(map(len, prompts)) + 1
+    state = sampler.generator.get_state()
     lengths = {first}
     if runner.device.type == "cuda":
         room = min(dummy_slot(runner.cache), runner.model.config.max_seq_len)
@@ -124,7 +127,8 @@ def warm_up(runner, prompts, max_new_tokens, sampler):
 def warm_up_aloud(runner, job):
     """Do what warm_up does for a Job, and say about how long compiling will take."""
     if runner.passes.compiles_decode:  # else a GPU captures its eager step, which takes no compiler
-        layers, on_cpu = job.config.n_layers, runner.device.type == "cpu"
+        layers = job.config.n_layers
+        on_cpu = runner.device.type == "cpu"
         about = f", about {5 + 1.3 * layers:.0f} s of a core and less if it was compiled before" * on_cpu
         job.world.say(f"compiling {layers} layers{about} ...")
     return warm_up(runner, job.prompts, job.max_new_tokens, job.sampler)

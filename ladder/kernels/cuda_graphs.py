@@ -17,7 +17,8 @@ def captured(step, pool=None, generator=None):
 
     pool: memory shared with other steps, which must not run at the same time. generator: what step() draws from.
     """
-    graph, state = torch.cuda.CUDAGraph(), generator and generator.get_state()
+    graph = torch.cuda.CUDAGraph()
+    state = generator and generator.get_state()
     step()  # it compiles and loads what it needs, which is not possible in a capture
     if generator:
         generator.set_state(state)  # so that this run draws nothing
@@ -38,10 +39,14 @@ class Graphs:
     """
 
     def __init__(self, step, untimed=None):
-        self.step, self.is_eager, self.failed = step, untimed is None, False
+        self.step = step
+        self.is_eager = untimed is None
+        self.failed = False
         self.untimed = untimed or functools.partial(progress.during, "capture")
         self.pool = torch.cuda.graph_pool_handle()
-        self.graphs, self.inputs, self.n_bytes = {}, {}, []
+        self.graphs = {}
+        self.inputs = {}
+        self.n_bytes = []
 
     def __call__(self, tokens, positions, cache, cache_length):
         """Return logits (B, S, v) for tokens (B, S), positions (B, S); the next such call overwrites them."""
@@ -59,7 +64,8 @@ class Graphs:
             own = self.inputs[shapes] = tuple(x.clone() for x in inputs)
         if (shapes, key) not in self.graphs and not self.failed:
             with self.untimed():
-                values, free = [x.clone() for x in inputs], torch.cuda.mem_get_info()[0]
+                values = [x.clone() for x in inputs]
+                free = torch.cuda.mem_get_info()[0]
                 states = [tensor for layer in cache for tensor in layer if tensor.dim() != 4]  # linear attention's
                 before = [tensor.clone() for tensor in states]  # unlike keys and values, they change with each run
                 self.capture((shapes, key), lambda: function(*own), generator)

@@ -34,7 +34,8 @@ def pack(model, kernel_set):
     """Pack the QuantLinears of a model for the kernels of a set, which are for bfloat16."""
     if model.dtype == torch.bfloat16:
         PACKERS[kernel_set]([module for module in model.modules() if type(module) is QuantLinear])
-    table, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
+    table = getattr(model, "tok_embeddings", None)
+    head = getattr(model, "output", None)
     if model.config.tie_embeddings and isinstance(table, QuantLinear) and head.layout:
         # past nn.Module, to which neither is a part of the other: whoever reads one reads, or changes, both
         table.__dict__["head"], head.__dict__["table"] = head, table

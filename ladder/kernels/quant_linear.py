@@ -96,7 +96,9 @@ class QuantLinear(nn.Module):
     def __init__(self, shape, quant, group_size, bias=False):
         super().__init__()
         *rows, K = shape
-        self.out_features, self.in_features, self.bits = rows[-1], K, 4 if quant == "int4" else 8
+        self.out_features = rows[-1]
+        self.in_features = K
+        self.bits = 4 if quant == "int4" else 8
         self.quant = quant
         self.is_stack = len(rows) > 1  # of the matrices of experts
         self.layout = None  # of `packed`, a Layout
@@ -220,7 +222,8 @@ def multiply_floats(x, linear):
 
 def pieces(linear, x):
     """Return slices of the rows of W that become floats at a time."""
-    N, K = max(1, linear.out_features), linear.in_features  # a rank may have no rows of the output head
+    N = max(1, linear.out_features)  # a rank may have no rows of the output head
+    K = linear.in_features
     # the compiler makes one loop of it anyway; on a GPU each piece would take two more launches
     step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, DEQUANTIZED_AT_ONCE // K)
     return [slice(i, i + step) for i in range(0, N, step)]
@@ -267,7 +270,8 @@ def matrix_by_rows(linear, dtype):
 
 def multiply_int8(linear, x):
     """Multiply up to INT8_KERNEL_ROWS rows in bfloat16 by PyTorch's kernel for CPUs."""
-    K, stored = linear.in_features, matrix_by_rows(linear, torch.int8)
+    K = linear.in_features
+    stored = matrix_by_rows(linear, torch.int8)
     if stored is None or x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.numel() > INT8_KERNEL_ROWS * K:
         return None
     if K % 16:  # PyTorch's kernel (2.13) would read out of bounds
@@ -303,7 +307,8 @@ def replace_matrices(model):
     Those that config.not_quantized or an Architecture names stay floats, such as the matrices that choose experts, and
     so does any other module, also a linear with a forward of its own: an integer one would not compute the same.
     """
-    config, listed = model.config, eight_bits(model.config)
+    config = model.config
+    listed = eight_bits(model.config)
     unknown = {name for name in listed if "." in name}
     kept = [*config.not_quantized, *(name for each in config.architecture for name in each.not_quantized)]
 
@@ -319,10 +324,12 @@ def replace_matrices(model):
         if not is_linear and not is_stack and computes is not nn.Embedding:
             return None
         kind = QuantEmbedding if computes is nn.Embedding else QuantLinear
-        quant, group_size = config.quant, config.group_size
+        quant = config.quant
+        group_size = config.group_size
         entry = path if path in listed else table
         if entry in listed:
-            quant, group_size = "int8", listed[entry]
+            quant = "int8"
+            group_size = listed[entry]
             unknown.discard(entry)
         return kind(weight.shape, quant, group_size, getattr(module, "bias", None) is not None)
 

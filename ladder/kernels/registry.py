@@ -376,7 +376,8 @@ def functions_of(kernel):
 
 def _add_call(calls, namespace, attribute):
     module = namespace.__name__ if inspect.ismodule(namespace) else f"{namespace.__module__}.{namespace.__qualname__}"
-    name, value = f"{module}.{attribute}", getattr(namespace, attribute)
+    name = f"{module}.{attribute}"
+    value = getattr(namespace, attribute)
     if name in calls:
         return
     function = underlying(value)

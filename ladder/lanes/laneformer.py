@@ -56,11 +56,14 @@ def laneformer_loop(x, sublayers, comm, config, norm=lambda x: x):
     all-reduce, since its sum would come too late. At the end, one more all-reduce adds up the lanes' streams, or their
     norms for the mean; the head "vocab_parallel" needs none.
     """
-    values, recent, last = settings(config), [], None
+    values = settings(config)
+    recent = []
+    last = None
     has_sums = values.attention_comm, values.mlp_comm
     for i, (h, d) in enumerate(sublayers):
         p = h(x)
-        now, later = i < d and values.early_comm, has_sums[i % 2] and i + d < len(sublayers)
+        now = i < d and values.early_comm
+        later = has_sums[i % 2] and i + d < len(sublayers)
         started = comm.start(p) if now or later else None
         yield
         recent.append((p, started))
@@ -107,7 +110,8 @@ class LaneformerWiring(LaneWiring):
     """The LaneWiring of Kog's model, which needs a class of its own."""
 
     def check(self, config):
-        values, lanes = settings(config), self.lanes
+        values = settings(config)
+        lanes = self.lanes
         if values.lane_head not in LANE_HEADS:
             raise InputError(f"laneformer: lane_head {values.lane_head!r} is none of {', '.join(LANE_HEADS)}")
         if self.stale % 2:

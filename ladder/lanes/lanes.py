@@ -52,7 +52,9 @@ def lanes_of_rank(config, rank, shares):
 
 def load_lanes(config, weights, dtype, device, rank=0, shares=(1,)):
     """Return the Lanes of a rank; the arguments and errors are those of tp.load_shard."""
-    models, embeddings, lanes = [], None, config.named_wiring.shards((1,) * len(shares))
+    models = []
+    embeddings = None
+    lanes = config.named_wiring.shards((1,) * len(shares))
     start = end = progress.beats
     for lane in lanes_of_rank(config, rank, shares):
         progress.beats = start  # else a rank that hangs in a later lane would seem to be ahead of the others
@@ -71,15 +73,19 @@ class LaneSums:
     """The collectives of a rank's lanes, whose loops take turns. The last lane to start begins the all-reduce."""
 
     def __init__(self, comm, lanes_here, lanes):
-        self.comm, self.lanes_here, self.lanes = comm, lanes_here, lanes
-        self.partials, self.sums = [], []
+        self.comm = comm
+        self.lanes_here = lanes_here
+        self.lanes = lanes
+        self.partials = []
+        self.sums = []
 
     def start(self, partial):
         self.partials.append(partial)
         sums = self.sums  # a list that all lanes of this turn get; the last lane puts the all-reduce into it
         if len(self.partials) == self.lanes_here:
             sums.append(self.comm.start(functools.reduce(operator.add, self.partials)))
-            self.partials, self.sums = [], []
+            self.partials = []
+            self.sums = []
         return sums
 
     def wait(self, pending):
@@ -97,7 +103,8 @@ class Lanes(nn.Module):
 
     def __init__(self, models):
         super().__init__()
-        self.lanes, self.config = nn.ModuleList(models), models[0].config
+        self.lanes = nn.ModuleList(models)
+        self.config = models[0].config
         self.comm = SingleDevice()
 
     device = property(lambda self: self.lanes[0].device)
@@ -108,9 +115,11 @@ class Lanes(nn.Module):
         n = len(self.lanes)
         n_lanes = len(self.config.named_wiring.shards((1,) * self.comm.tp_size))
         sums = LaneSums(self.comm, n, n_lanes)
-        loops, layers = [], len(self.lanes[0].layers)
+        loops = []
+        layers = len(self.lanes[0].layers)
         for i, lane in enumerate(self.lanes):
-            lane.comm, lane.config = sums, self.config
+            lane.comm = sums
+            lane.config = self.config
             lane_cache = cache and cache[i * layers : (i + 1) * layers]
             loops.append(lane.split_loops(tokens, positions, lane_cache, cache_length, last_index, splits))
         xs = interleave(chain.from_iterable(zip(*loops, strict=True)))  # ordered by part of the sequence, then by lane

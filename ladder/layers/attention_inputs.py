@@ -69,7 +69,8 @@ def attention_metadata(model, positions, keys=None, max_length=None, last=None, 
     which of them each token attends to; by default to all up to itself. max_length: how long a row may get in this run,
     by default S. last: as in AttentionMetadata.
     """
-    config, scaling = model.config, model.config.rope_scaling or {}
+    config = model.config
+    scaling = model.config.rope_scaling or {}
 
     def make_rope(row, factor=1.0):
         angles = (positions[..., None] * model.rope_frequencies[row])[:, None, None]

@@ -21,7 +21,8 @@ def scaled(frequencies, config):
     original context, and blends over a band between short and long ones. YaRN (arXiv 2309.00071) does the same, but its
     band is counted in pairs of dimensions, and made of whole pairs unless "truncate" is false.
     """
-    s, R = config.rope_scaling, 2 * frequencies.shape[-1]
+    s = config.rope_scaling
+    R = 2 * frequencies.shape[-1]
     keep = torch.zeros(1, device="cpu")  # the share of each frequency that is not stretched
     if "long_factor" in s:
         return frequencies / torch.tensor([s["short_factor"], s["long_factor"]], device="cpu")
@@ -31,10 +32,13 @@ def scaled(frequencies, config):
     elif "beta_fast" in s:
         turns = s[ORIGINAL_CONTEXT] / (2 * math.pi)  # of the first pair
         first, last = (math.log(turns / s[beta], config.rope_theta) for beta in ("beta_fast", "beta_slow"))
-        first, last = first * R / 2, last * R / 2
+        first = first * R / 2
+        last = last * R / 2
         if s.get("truncate", True):
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, R - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, R - 1)
         keep = 1 - (torch.arange(R // 2, device="cpu") - first) / ((last - first) or 0.001)
     keep = keep.clamp(0, 1)
     return frequencies * (keep + (1 - keep) / s["factor"])
@@ -42,7 +46,8 @@ def scaled(frequencies, config):
 
 def error(config):
     """Return what is wrong with a Config's rope_scaling, or None."""
-    s, pairs = config.rope_scaling, (config.rotary_dim or config.head_dim) // 2
+    s = config.rope_scaling
+    pairs = (config.rotary_dim or config.head_dim) // 2
     if s.get("truncate", False) is not False or "truncate" in s and "beta_fast" not in s:
         return f"rope_scaling has truncate {s['truncate']!r}, which only yarn has, as false"
     s = {key: value for key, value in s.items() if key != "truncate"}

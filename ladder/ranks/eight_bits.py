@@ -52,7 +52,8 @@ def round_to_message(x):
 def read_message(message):
     """Return the numbers (..., n) of a message in float32, which holds an integer times a scale exactly."""
     n = message.shape[-1] * GROUP // (GROUP + torch.bfloat16.itemsize)
-    integers, scales = message[..., :n].view(torch.int8), message[..., n:].contiguous().view(torch.bfloat16)
+    integers = message[..., :n].view(torch.int8)
+    scales = message[..., n:].contiguous().view(torch.bfloat16)
     return (integers.unflatten(-1, (-1, GROUP)) * scales.float().unsqueeze(-1)).flatten(-2)
 
 

@@ -90,7 +90,8 @@ def leave(error):
     """End this process with the exit code of the first rank that leaves, which also says why."""
     folder, script = os.path.split(sys.argv[0])
     script = os.path.basename(folder) if script == "__main__.py" else script  # of python -m PACKAGE
-    rank, tp_size = 0, 1
+    rank = 0
+    tp_size = 1
     with contextlib.suppress(InputError):  # the error that is said here
         rank, tp_size = rank_and_size()
     who = f"{script}: rank {rank} of {tp_size}" if tp_size > 1 else f"{script}:"

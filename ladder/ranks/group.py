@@ -18,7 +18,8 @@ class Group(dist.ProcessGroup):
 
     def __init__(self, name, inner, rank, tp_size):
         super().__init__(rank, tp_size)
-        self.name, self.inner = new_name(name), inner
+        self.name = new_name(name)
+        self.inner = inner
         # The functional collectives find groups by name. No public call gives a name to a group in Python.
         torch._C._distributed_c10d._register_process_group(self.name, self)
 

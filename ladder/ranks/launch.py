@@ -52,7 +52,8 @@ def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
     open_streams()
     ending.heed_signals()
-    error, several = None, False
+    error = None
+    several = False
     try:
         try:
             cgroups.limit_threads()

@@ -117,16 +117,20 @@ def make_group(world, flags):
     """
     world.nodes = world.gather(node_name(world.rank, world.tp_size))
     world.agree(_start(flags, world.device))
-    backend, on_gpu, last_resort = "gloo", {}, timedelta(minutes=30)  # ladder/ranks/watch.py reports hangs sooner
+    backend = "gloo"
+    on_gpu = {}
+    last_resort = timedelta(minutes=30)  # ladder/ranks/watch.py reports hangs sooner
     on_gpus = world.device.type == "cuda"
     if on_gpus and (not world.shares_gpu or shared_gpu.prepare(world)):
         # its kernels run first: the sum of a sublayer is waited for before other work
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = last_resort  # else each rank warns that this one is the default
-        backend, on_gpu = "nccl", {"device_id": world.device, "pg_options": options}
+        backend = "nccl"
+        on_gpu = {"device_id": world.device, "pg_options": options}
     elif len({*world.nodes}) > 1:
         gloo.choose_interface(store.torchrun_store(), world.rank, world.tp_size)
-    before, ranks = gloo.threads(), {"rank": world.rank, "world_size": world.tp_size}
+    before = gloo.threads()
+    ranks = {"rank": world.rank, "world_size": world.tp_size}
     dist.init_process_group(backend, store=store.torchrun_store(), timeout=last_resort, **ranks, **on_gpu)
     if backend == "gloo":
         gloo.let_preempt(gloo.threads() - before)

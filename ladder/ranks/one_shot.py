@@ -45,7 +45,8 @@ def check(group, rank, device):
     for size in TESTED:
         x = (torch.arange(size // 2, device=device) % 17 + rank).bfloat16()  # whose sums are exact, of up to 8 ranks
         for _ in range(4):
-            own, nccl = x.clone(), x.clone()
+            own = x.clone()
+            nccl = x.clone()
             group.allreduce([own]).wait()
             group.inner.allreduce([nccl]).wait()
             wrong |= (own != nccl).any()
@@ -73,10 +74,13 @@ class OneShotGroup(Group):
         symmetric.rendezvous(self.buffer, self.peers)
 
     def allreduce(self, tensors, opts=None):
-        [tensor], ops, group = tensors, torch.ops.symm_mem, self.peers
+        [tensor] = tensors
+        ops = torch.ops.symm_mem
+        group = self.peers
         if tensor.nbytes > BUFFER or tensor.dtype not in (torch.bfloat16, torch.float32):  # which no kernel sums
             return self.inner.allreduce(tensors, opts)
-        whole, shared = tensor.view(-1), self.buffer[: tensor.nbytes].view(tensor.dtype)
+        whole = tensor.view(-1)
+        shared = self.buffer[: tensor.nbytes].view(tensor.dtype)
         self.stream.wait_stream(torch.cuda.current_stream())  # fork and join by events, which CUDA graphs capture
         with torch.cuda.stream(self.stream):
             # by itself: one_shot_all_reduce_copy (torch 2.13) waits for no warp but the one that tells the peers of it

@@ -31,7 +31,8 @@ def prepare(world):
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     version = min(map(tuple, world.gather(nccl_version())))
-    text, by_nccl = ".".join(map(str, version)), version >= SHARING_NCCL
+    text = ".".join(map(str, version))
+    by_nccl = version >= SHARING_NCCL
     how = f"NCCL {text} connects them"
     if not by_nccl:
         how = f"gloo connects them, through the host's memory, since NCCL {text} refuses this and 2.30 does not: "

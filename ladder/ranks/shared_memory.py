@@ -16,7 +16,8 @@ from ladder.kernels import ordered  # noqa: F401, defines torch.ops.ladder.settl
 from ladder.kernels.cpp import load_operators
 from ladder.ranks.group import new_name
 
-SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; a slot takes memory only where a message has filled it
+SLOTS = 8  # of each rank
+SLOT_BYTES = 2**23  # take memory only where a message has filled them
 GROUP = "shared-memory"
 
 

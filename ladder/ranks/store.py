@@ -75,9 +75,14 @@ def own_keys(store, rank, tp_size):
     given the same port. So rank 0 names the attempt, each other rank takes its place in it, once and for all, and
     rank 0, which lives, answers. Raises InputError for another run's store, and Verdict if a rank does not start.
     """
-    torchrun, token, limit = os.environ.get("TORCHELASTIC_RUN_ID"), secrets.token_hex(8), timeout()
-    name, late = f"attempt of {torchrun}", f"did not start within {limit + IMPORTS:g} s (LADDER_TIMEOUT + {IMPORTS})"
-    attempt, newest, start = f"{token} {tp_size}" * (rank == 0), "", time.monotonic()
+    torchrun = os.environ.get("TORCHELASTIC_RUN_ID")
+    token = secrets.token_hex(8)
+    limit = timeout()
+    name = f"attempt of {torchrun}"
+    late = f"did not start within {limit + IMPORTS:g} s (LADDER_TIMEOUT + {IMPORTS})"
+    attempt = f"{token} {tp_size}" * (rank == 0)
+    newest = ""
+    start = time.monotonic()
     if rank == 0:
         store.set(name, attempt)
     while not attempt or not store.check([f"{attempt} answer"]):
@@ -89,7 +94,8 @@ def own_keys(store, rank, tp_size):
             if missing and over:
                 raise Verdict(f"{' and '.join(missing)} of {tp_size} {late}")
         elif store.check([name]) and (text := store.get(name).decode(errors="replace")) != newest:
-            newest, start = text, time.monotonic()
+            newest = text
+            start = time.monotonic()
             fits = newest.endswith(f" {tp_size}")
             # an earlier attempt may have been given up since this rank's predecessor did not start: its place is free
             given_up = torchrun and store.check([f"{newest} answer"])
@@ -112,7 +118,8 @@ def gather(value, rank, tp_size):
     store. Each is None or of one type on all ranks. Raises InputError for what no rank has written.
     """
     _gathers[tp_size] += 1
-    number, store = _gathers[tp_size], torchrun_store()
+    number = _gathers[tp_size]
+    store = torchrun_store()
     keys = [f"gathered {tp_size} {number} {rank}" for rank in range(tp_size)]
     store.set(keys[rank], json.dumps(value))
     while not store.check(keys):
@@ -127,7 +134,8 @@ def gather(value, rank, tp_size):
 def read_value(key, text, own):
     """Return the value that a rank has written to the store as JSON. own: this rank's. Raises InputError."""
     with contextlib.suppress(ValueError, RecursionError):
-        value, kind = json.loads(text), list if isinstance(own, tuple) else type(own)
+        value = json.loads(text)
+        kind = list if isinstance(own, tuple) else type(own)
         if value is None or own is None or isinstance(value, kind):
             return value
     raise InputError(f"another program has written {key!r} to this run's store: give each run a port of its own")

@@ -48,15 +48,21 @@ class Watch(threading.Thread):
 
     def __init__(self, store, rank, tp_size):
         super().__init__(daemon=True, name="watch")
-        self.store, self.rank, self.tp_size = store.clone(), rank, tp_size
+        self.store = store.clone()
+        self.rank = rank
+        self.tp_size = tp_size
         self.timeout = timeout()
         self.limit = f"{self.timeout:g} s (LADDER_TIMEOUT)"
-        self.verdict, self.known, self.wake = None, threading.Event(), threading.Event()  # known: there is a verdict
+        self.verdict = None
+        self.known = threading.Event()  # set: there is a verdict
+        self.wake = threading.Event()
         self.ticks = self.still = 0  # still: for so many ticks no rank made progress
         self.silent = [-IMPORTS] * tp_size  # ticks without a sign of life, of which a rank may take more to start
         self.cpu = [0.0] * tp_size  # seconds
-        self.seen, self.keys = [Seen()] * tp_size, [f"place {rank}" for rank in range(tp_size)]
-        self.node, self.processes = os.environ.get("GROUP_RANK"), {}  # {rank: process id} of this node's torchrun
+        self.seen = [Seen()] * tp_size
+        self.keys = [f"place {rank}" for rank in range(tp_size)]
+        self.node = os.environ.get("GROUP_RANK")
+        self.processes = {}  # {rank: process id} of this node's torchrun
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def run(self):
@@ -128,7 +134,8 @@ class Watch(threading.Thread):
         on_gpus = torch.cuda.is_initialized()
         for rank, (old, new) in enumerate(zip(self.seen, seen, strict=True)):
             # a library that holds the GIL keeps even the publishing thread from running
-            before, self.cpu[rank] = self.cpu[rank], max(new.cpu, processes.get(rank, (True, 0))[1])
+            before = self.cpu[rank]
+            self.cpu[rank] = max(new.cpu, processes.get(rank, (True, 0))[1])
             computes = self.cpu[rank] - before > BUSY * TICK
             self.silent[rank] = 0 if computes or new.ticks != old.ticks else self.silent[rank] + 1
             computes &= not on_gpus  # a thread that waits for a GPU may be busy

@@ -66,8 +66,12 @@ class World:
         if shares and len(shares) != tp_size:
             lengths = f"--shares has {len(shares)} numbers, and this run's tp is {tp_size}"
             raise InputError(f"{lengths}: give one for each rank that torchrun starts")
-        self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
-        self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
+        self.rank = rank
+        self.tp_size = tp_size
+        self.device = device
+        self.group = group
+        self.shares = shares or (1,) * tp_size
+        self.nodes = ("",) * tp_size
         self.devices = range(tp_size)
 
     simulated = property(lambda self: self.alone and self.tp_size > 1)

@@ -96,7 +96,8 @@ LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk
 DEEPSEEK_V3 = {**DEEPSEEK, **LATENT, "first_k_dense_replace": 3, "rope_interleave": True}
 DEEPSEEK_ONLY = {"attention_bias": False, "moe_layer_freq": 1}
 MINISTRAL = {**COMMON, "sliding_window": 4096, "layer_types": None}
-SIGMOID, SIGMOID_ONLY = {"mixture": {"router": "sigmoid"}}, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+SIGMOID = {"mixture": {"router": "sigmoid"}}
+SIGMOID_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 OLMO_NORMS = {"heads": {"qk_norm": True, "whole_qk_norm": True}, "postnorm": {"input_norms": False}}
 FAMILIES = {
     "llama": Family({**LLAMA, **BIASES, "max_position_embeddings": 2048}),

@@ -21,7 +21,8 @@ from ladder.sources.matrices import Renamed
 from ladder.sources.quantized_formats import Affine, QuantizedWeights, errors_of, integer_form
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # types of values
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 ROWS = 4096  # of W that are dequantized at a time
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEYS = {  # config.json's, as far as a family has them: GGUF's
@@ -109,13 +110,15 @@ class File:
             self.values[key] = self.value(*self.take("I"))
         infos = [(self.text(), self.take(f"{min(*self.take('I'), 9)}Q"), *self.take("IQ")) for _ in range(n_tensors)]
         unit = self.values.get("general.alignment", 32)
-        start, self.tensors = -(-self.at // unit) * unit, {}
+        start = -(-self.at // unit) * unit
+        self.tensors = {}
         for name, shape, kind, offset in infos:
             kind = gguf.GGMLQuantizationType(kind)
             columns, width = gguf.GGML_QUANT_SIZES[kind]
             if not shape or shape[0] % columns or len(shape) > 3:
                 raise InputError(f"tensor {name} {shape[::-1]} does not fit blocks of {columns} ({kind.name})")
-            first, count = start + offset, math.prod(shape) // columns * width
+            first = start + offset
+            count = math.prod(shape) // columns * width
             if first + count > size:
                 raise InputError(f"it has {size} bytes, but {name} ends at byte {first + count}: copy it again")
             data = np.frombuffer(self.data, np.uint8, count, first) if count else np.empty(0, np.uint8)
@@ -165,7 +168,8 @@ class Blocks(Affine):
         """
         import gguf
 
-        kind, pieces = gguf.GGMLQuantizationType[self.kind], []
+        kind = gguf.GGMLQuantizationType[self.kind]
+        pieces = []
         rows = self.data.reshape(-1, self.data.shape[-1])
         for piece in np.array_split(rows, len(rows) // ROWS + 1):
             blocks = piece.reshape(-1, self.width).copy()
@@ -209,7 +213,8 @@ class Format(NamedTuple):
     offset: int = 0
 
 
-ONE, NIL = np.float16(1).tobytes(), bytes(2)
+ONE = np.float16(1).tobytes()
+NIL = bytes(2)
 SIX_BITS = b"\1" * 4 + bytes(4) + b"\1" * 4  # 8 scales of 1 and 8 minima of 0
 FORMATS = {
     "Q4_0": Format(4, 32, {0: ONE}, {2: b"\x99" * 16}, {2: bytes(16)}, offset=8),
@@ -271,7 +276,9 @@ def read_files(path):
 def read_tensors(tensors, architecture, head_dim):
     """Return the Tensors of a file under Hugging Face's names."""
     fused = {} if {"blk.0.ffn_gate.weight", "blk.0.ffn_gate_exps.weight"} & tensors.keys() else FUSED
-    names, plain, matrices = {**NAMES, **architecture.names, **fused}, {}, {}
+    names = {**NAMES, **architecture.names, **fused}
+    plain = {}
+    matrices = {}
     for name, blocks in tensors.items():
         if name in (*FACTORS, FREQUENCIES):
             continue
@@ -306,7 +313,8 @@ def config(values, tensors):
     name = values["general.architecture"]
     if name not in GGUF_ARCHITECTURES:
         raise InputError(f"architecture {name!r} is not supported; {', '.join(GGUF_ARCHITECTURES)} are")
-    architecture, prefix = GGUF_ARCHITECTURES[name], f"{name}."
+    architecture = GGUF_ARCHITECTURES[name]
+    prefix = f"{name}."
     given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and value}
     if not values.get(f"{prefix}attention.causal", True):
         raise InputError(f"{prefix}attention.causal is false: a model that reads what follows is not computed")
@@ -318,12 +326,15 @@ def config(values, tensors):
     mixture = "expert_count" in given and architecture.mixture
     windowed = "attention.sliding_window" in given and architecture.windowed
     family = mixture or windowed or architecture.family
-    known, left, rope = {*FAMILIES[family].keys, *REQUIRED}, given.keys() - OTHERS, {}
+    known = {*FAMILIES[family].keys, *REQUIRED}
+    left = given.keys() - OTHERS
+    rope = {}
     hf = {key: given[name] for key, name in KEYS.items() if name in given and key in known}
     left -= {KEYS[key] for key in hf}
     hf |= {"model_type": family, "vocab_size": tensors["token_embd.weight"].shape[0]}
     hf |= {"tie_word_embeddings": "output.weight" not in tensors}
-    width, n_layers = hf["hidden_size"] // hf["num_attention_heads"], hf["num_hidden_layers"]
+    width = hf["hidden_size"] // hf["num_attention_heads"]
+    n_layers = hf["num_hidden_layers"]
     if not 0 < n_layers <= checkpoint.MOST_LAYERS:
         raise InputError(f"{prefix}block_count is {n_layers} but must be 1 to {checkpoint.MOST_LAYERS}")
     head_dim = hf.setdefault("head_dim", width)

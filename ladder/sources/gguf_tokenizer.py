@@ -16,7 +16,8 @@ SPLITS = {  # tokenizer.ggml.pre: a pattern; or digits one by one, or not, then 
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"), **dict.fromkeys(("gpt-2", "olmo"), ""),
 }  # fmt: skip
 WHOLE = "llama-bpe", "llama3", "llama-v3", "pixtral", "tekken"  # pre-tokenizers that begin a text with BOS
-NORMAL, BYTE = 1, 6  # types of tokens, beside those of tokenizer.py: GGUF's numbers are SentencePiece's
+NORMAL = 1  # types of tokens, beside those of tokenizer.py: GGUF's numbers are SentencePiece's
+BYTE = 6
 # a text is split at tokens of these types; at USER_DEFINED in prompts, too, and those are printed
 ADDED = UNKNOWN, CONTROL, USER_DEFINED
 END_TOKENS = (  # names of tokens that end a text, whatever else a file says; llama.cpp has a list of its own
@@ -43,7 +44,9 @@ def end_token_ids(values):
 def write_tokenizer(values, folder):
     """Write the files of a tokenizer into a folder. Raises InputError for one that is not read."""
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
-    tokens, model, pre = own.get("tokens"), own.get("model"), own.get("pre")
+    tokens = own.get("tokens")
+    model = own.get("model")
+    pre = own.get("pre")
     if not tokens:
         return
     types = own.get("token_type", [NORMAL] * len(tokens))
@@ -78,7 +81,8 @@ def added(text, kind, rstrip=False):
 
 def byte_level(tokens, types, own):
     """Return the tokenizer.json of a byte-level BPE."""
-    pre, split = own["pre"], SPLITS[own["pre"]]
+    pre = own["pre"]
+    split = SPLITS[own["pre"]]
     pieces = [{"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}]
     pieces = {"digits": [{"type": "Digits", "individual_digits": True}], "": []}.get(split, pieces)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -106,7 +110,8 @@ def sentencepiece(tokens, types, own, ids):
         return varint(number << 3 | kind) + (varint(len(data)) if kind == 2 else b"") + data
 
     def varint(n):
-        n, out = n & 2**64 - 1, bytearray()
+        n = n & 2**64 - 1
+        out = bytearray()
         while n > 127:
             out.append(n & 127 | 128)
             n >>= 7

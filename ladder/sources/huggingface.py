@@ -70,7 +70,8 @@ def wiring_from_hf(hf):
         return own
     parallel_blocks = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
     base = family.values.get("wiring") or ("parallel" if parallel_blocks else "standard")
-    ladder_layers, n_layers = hf.get("ladder_layers"), hf["num_hidden_layers"]
+    ladder_layers = hf.get("ladder_layers")
+    n_layers = hf["num_hidden_layers"]
     if not ladder_layers:
         return base
     name = "ladder" if base == "standard" else f"{base}-ladder"
@@ -82,7 +83,8 @@ def text_values(values):
 
     Without such towers these are the values themselves. Raises InputError.
     """
-    outer, text = values.get("model_type"), values.get("text_config")
+    outer = values.get("model_type")
+    text = values.get("text_config")
     if not isinstance(outer, str) or outer not in NESTED:
         return values
     if not isinstance(text, dict):
@@ -100,7 +102,9 @@ def rope_of(values, default):
     If two places have settings, these are joined. Raises InputError if they contradict one another.
     """
     given = {key: values[key] for key in ROPE_PLACES if values.get(key)}
-    key, rope, near = [ROPE_PLACES[0], *given][-1], {}, {}
+    key = [ROPE_PLACES[0], *given][-1]
+    rope = {}
+    near = {}
     for place, settings in given.items():
         check_values(settings, ROPE_TYPES, f"{place}.")
     if any(settings.keys() & {*ROPE_TYPES} for settings in given.values()):
@@ -132,8 +136,10 @@ def read_hf(values):
     "ignored" lists the other keys, which change nothing in transformers, and "family" is the Family. Raises InputError
     for a family, or a feature of one, that model.py does not compute.
     """
-    outer, values = values, text_values(values)
-    name, has_towers = find_family(values), values is not outer
+    outer = values
+    values = text_values(values)
+    name = find_family(values)
+    has_towers = values is not outer
     if "n_layers" in values and name is None:
         raise InputError("this is a checkpoint of this project already, which needs no conversion")
     check_values(values, {"num_hidden_layers", "rope_scaling", "rope_parameters"})
@@ -148,9 +154,12 @@ def read_hf(values):
     if missing:
         raise InputError(f"{missing[0]} is missing")
     rope_key, rope, near = rope_of(values, known.get("rope_parameters"))
-    only, read = ONLY_VALUES | family.only, {*known, *REQUIRED}
-    harmless, turned = HARMLESS | only.keys() | {"model_type", "rope_scaling", "rope_parameters"}, read | ALL_ROPE_KEYS
-    results, ignored = [], {}
+    only = ONLY_VALUES | family.only
+    read = {*known, *REQUIRED}
+    harmless = HARMLESS | only.keys() | {"model_type", "rope_scaling", "rope_parameters"}
+    turned = read | ALL_ROPE_KEYS
+    results = []
+    ignored = {}
     for prefix, given, names in ("", values, read), (f"{rope_key}.", rope, turned), (f"{rope_key}.", near, turned):
         check_values(given, names, prefix)
         for key, value in given.items():
@@ -226,13 +235,17 @@ def context_from_hf(hf, scaling):
 
 def our_values(hf):
     """Return the fields of Config, except eos_ids, from the result of read_hf."""
-    n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
-    family, attention_bias = hf["family"], hf.get("attention_bias", False)
+    n_layers = hf["num_hidden_layers"]
+    n_heads = hf["num_attention_heads"]
+    dim = hf["hidden_size"]
+    family = hf["family"]
+    attention_bias = hf.get("attention_bias", False)
     head_dim = hf["head_dim"] or dim // n_heads
     rotary = rotary_from_hf(hf, head_dim)
     context = context_from_hf(hf, rotary["rope_scaling"])
     hf = hf | {"context": context, "scaling": rotary["rope_scaling"]}
-    values, architecture = {**family.values, "wiring": wiring_from_hf(hf)}, {}
+    values = {**family.values, "wiring": wiring_from_hf(hf)}
+    architecture = {}
     for name, kind in all_architectures().items():
         of_family = values.pop(name, None)  # settings that the family has in any case
         settings, fields = kind.from_hf(hf) or (of_family, {})
@@ -266,9 +279,12 @@ def activation_from_hf(hf):
 
 def rotary_from_hf(hf, head_dim):
     """Return the fields of Config about rotary embeddings, from the result of read_hf."""
-    rope, near, theta = hf["rope_scaling"], hf["near_rope"], hf["rope_theta"]
+    rope = hf["rope_scaling"]
+    near = hf["near_rope"]
+    theta = hf["rope_theta"]
     part = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    rotary_dim, scaling = int(head_dim * part), rope_scaling_from_hf(hf)
+    rotary_dim = int(head_dim * part)
+    scaling = rope_scaling_from_hf(hf)
     if (kind := near.get("rope_type", "default")) != "default":
         raise InputError(f"rope_type {as_json(kind)} of sliding_attention is not supported, only 'default' is")
     return {
@@ -279,7 +295,8 @@ def rotary_from_hf(hf, head_dim):
 
 def rope_scaling_from_hf(hf):
     """Return Config.rope_scaling from the result of read_hf. Absent keys get the values that transformers takes."""
-    rope, context = hf["rope_scaling"], hf["max_position_embeddings"]
+    rope = hf["rope_scaling"]
+    context = hf["max_position_embeddings"]
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if "short_factor" in rope else kind  # Phi-3 had other names for it
     if kind == "default":
@@ -287,7 +304,8 @@ def rope_scaling_from_hf(hf):
     if kind not in ROPE_KEYS:
         raise InputError(f"rope type {as_json(kind)} is not supported, only default, {', '.join(ROPE_KEYS)} are")
     original = hf.get(ORIGINAL_CONTEXT) or rope.get(ORIGINAL_CONTEXT) or context
-    factor, scaling = rope.get("factor") or context / original, {}
+    factor = rope.get("factor") or context / original
+    scaling = {}
     if kind == "yarn":
         mscales = rope.get("mscale"), rope.get("mscale_all_dim")
         over, under = (0.1 * m * math.log(max(factor, 1)) + 1 for m in (mscales if all(mscales) else (1.0, 0.0)))
@@ -305,7 +323,8 @@ def open_folder(path, with_tokenizer=True):
     """Return the Source of a Hugging Face folder, or None for another path. Raises InputError."""
     if not path.is_dir():
         return None
-    values, where = read_json(path / "config.json"), path / "config.json"
+    values = read_json(path / "config.json")
+    where = path / "config.json"
     hf, config = read_config(values, where, read_generation(where))
     source = LlamaWeights(dequantizing(FolderTensors(path), values, path), hf, config)
     source.tokenizer_folder = path
@@ -327,7 +346,8 @@ def multipliers(hf, config):
     """
     if "residual_multiplier" not in hf:
         return {}
-    embedding, residual = hf["embedding_multiplier"], hf["residual_multiplier"]
+    embedding = hf["embedding_multiplier"]
+    residual = hf["residual_multiplier"]
     head = embedding if config.tie_embeddings else 1.0
     return {
         "embed_tokens": embedding, "o_proj": residual, "down_proj": residual, "lm_head": head,
@@ -343,7 +363,8 @@ class TextTensors(Renamed):
     """
 
     def __init__(self, source, hf, config):
-        places, self.skipped = {}, Counter()
+        places = {}
+        self.skipped = Counter()
         for name in source.names():
             if tower := left_out(name, hf, config):
                 self.skipped[tower] += 1
@@ -387,7 +408,8 @@ class LlamaWeights(Renamed, Source):
             "qkv_proj": {"q_proj": config.n_heads, "k_proj": config.n_kv_heads, "v_proj": config.n_kv_heads},
             "gate_up_proj": {"gate_proj": 1, "up_proj": 1},
         }
-        places, norms = {}, hf["family"].norms
+        places = {}
+        norms = hf["family"].norms
         for name in source.names():
             of_file = f".{name}".split(".")[-2]
             module = norms.get(of_file, of_file)
@@ -397,7 +419,8 @@ class LlamaWeights(Renamed, Source):
                 if module in fused:
                     self.parts[place] = [*fused[module].values()], i
         super().__init__(source, places)
-        table, head = "model.embed_tokens.weight", "lm_head.weight"
+        table = "model.embed_tokens.weight"
+        head = "lm_head.weight"
         is_tied = config.tie_embeddings
         if is_tied and {table, head} <= places.keys():
             is_tied = are_equal(*(source.read(*places[name]) for name in (table, head)))
@@ -418,7 +441,8 @@ class LlamaWeights(Renamed, Source):
             yield f"left out: {n} tensors of {tower}, since only text is computed here"
 
     def read(self, name):
-        matrix, factor = super().read(name), self.factors.get(name.rsplit(".", 2)[-2], 1.0)
+        matrix = super().read(name)
+        factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
         return matrix if factor == 1.0 else multiply(matrix, factor)
 
     def join(self, name, tensor):

@@ -27,9 +27,12 @@ LLAMA_NAMES = {  # {the name of a module in its files: Llama's}
 def as_ministral(values):
     """Return a Laneformer's config.json as a Ministral's, with one more key, "laneformer": {field of Config: value}."""
     check_values(values, LANEFORMER_KEYS)
-    own, hf = LANEFORMER_KEYS | values, {k: v for k, v in values.items() if k not in LANEFORMER_KEYS}
+    own = LANEFORMER_KEYS | values
+    hf = {k: v for k, v in values.items() if k not in LANEFORMER_KEYS}
     own = {k: LANEFORMER_KEYS.get(k) if v is None else v for k, v in own.items()}
-    lanes, layers, first = own["num_lanes"], range(own.get("num_hidden_layers") or 0), own["sliding_window_n_layers"]
+    lanes = own["num_lanes"]
+    layers = range(own.get("num_hidden_layers") or 0)
+    first = own["sliding_window_n_layers"]
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters")  # before transformers 5, and since
     heads = ("replicate",) if own["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
     for key, known in (("lm_head_type", heads), ("attn_mask_type", ("causal",))):

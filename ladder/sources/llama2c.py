@@ -45,10 +45,13 @@ class Llama2cWeights(Source):
             "mlp.up_proj": (L, hidden, D), "model.norm": (D,),
             "rope": (2, context, H // 2),  # cosines and sines, recomputed, not read
         } | ({"lm_head": (-V, D)} if V < 0 else {})  # fmt: skip
-        size, expected = path.stat().st_size, 28 + 4 * sum(map(math.prod, layout.values()))
+        size = path.stat().st_size
+        expected = 28 + 4 * sum(map(math.prod, layout.values()))
         if size != expected:
             raise InputError(f"{path} is {size} bytes, but its header asks for {expected}: copy it again")
-        data, self.tensors, at = np.memmap(path, np.float32, "r", offset=28), {}, 0
+        data = np.memmap(path, np.float32, "r", offset=28)
+        self.tensors = {}
+        at = 0
         for name, shape in layout.items():
             array = data[at : at + math.prod(shape)].reshape(shape)
             at += array.size

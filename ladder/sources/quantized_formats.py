@@ -209,7 +209,8 @@ def words(tensor, bits=4):
 
 def group_sizes(settings):
     """Return {(1, columns of a group)} that settings name; -1: all columns."""
-    keys, rows = ("group_size", "q_group_size"), ("channel", "tensor")
+    keys = ("group_size", "q_group_size")
+    rows = ("channel", "tensor")
     sizes = {-1 if place.get("strategy") in rows else place.get(key) for place in places(settings) for key in keys}
     return {(1, size) for size in sizes - {None}}
 
@@ -241,7 +242,9 @@ class Affine(Stored):
     index = None  # (K,): the group of each column, if groups are not neighbours of one size
 
     def floats(self):
-        w, s, z = self.q().float(), self.scales(), self.zeros()
+        w = self.q().float()
+        s = self.scales()
+        z = self.zeros()
         if self.index is not None:
             return w.mul_(s[:, self.index]).add_(z[:, self.index])
         return w.unflatten(-1, (s.shape[-1], -1)).mul_(s[..., None]).add_(z[..., None]).flatten(-2)
@@ -286,7 +289,9 @@ class Pointed(Affine):
         return (self.stored_q() - self.offset).view(torch.int8)
 
     def zeros(self):
-        s, z, middle = self.scales(), self.points(), 2 ** (self.bits - 1)
+        s = self.scales()
+        z = self.points()
+        middle = 2 ** (self.bits - 1)
         if s.shape != z.shape:
             raise InputError(f"zero points {tuple(z.shape)} do not fit scales {tuple(s.shape)}")
         if self.symmetric and z.ne(middle).any():
@@ -336,7 +341,8 @@ class Gptq(Pointed):
         return words(self.parts["qweight"]().mT, self.bits)
 
     def points(self):
-        stored, middle = words(self.parts["qzeros"](), self.bits).mT.int(), 2 ** (self.bits - 1)
+        stored = words(self.parts["qzeros"](), self.bits).mT.int()
+        middle = 2 ** (self.bits - 1)
         if self.symmetric and stored.unique().tolist() in ([middle - 1], [middle]):  # whatever the version says
             return torch.full_like(stored, middle)
         # version 1 stores one less, and 0 as the largest integer
@@ -359,7 +365,8 @@ class PackQuantized(Pointed):
     def __init__(self, parts, settings):
         self.parts = parts
         N, K = self.shape = [*map(int, self.parts["weight_shape"]().tolist())]
-        stored, symmetric = self.parts["weight_packed"](), is_symmetric(parts, settings)
+        stored = self.parts["weight_packed"]()
+        symmetric = is_symmetric(parts, settings)
         check_label("what it stores", "int", labels(settings, "type"))
         if len(stored) != N:
             raise InputError(f"{len(stored)} rows do not fit weight_shape {N}, {K}")
@@ -390,8 +397,11 @@ class Scaled(Stored):
     def __init__(self, parts, settings):
         self.parts = parts
         self.scale_name = next(name for name in SCALE_NAMES if name in parts)
-        w, scales, self.symmetric = self.parts["weight"](), self.parts[self.scale_name](), is_symmetric(parts, settings)
-        self.shape, kind = tuple(w.shape), dtype_name(w.dtype)
+        w = self.parts["weight"]()
+        scales = self.parts[self.scale_name]()
+        self.symmetric = is_symmetric(parts, settings)
+        self.shape = tuple(w.shape)
+        kind = dtype_name(w.dtype)
         if w.dtype not in SCALED:
             raise InputError(f"weights in {kind} with scales are not read")
         check_label("what it stores", "int" if w.dtype == torch.int8 else "float", labels(settings, "type"))
@@ -416,7 +426,8 @@ class Scaled(Stored):
         return values.reshape(-(-self.shape[0] // self.block[0]), -1)[row][:, column]
 
     def floats(self):
-        w, s = self.parts["weight"]().float(), self.scales()
+        w = self.parts["weight"]().float()
+        s = self.scales()
         if "weight_zero_point" in self.parts:
             z = self.parts["weight_zero_point"]().float()
             if z.shape != s.shape or self.symmetric and z.any():
@@ -439,7 +450,8 @@ class Mxfp4(Stored):
 
     def __init__(self, parts, settings):
         self.parts = parts
-        blocks, scales = self.parts["blocks"](), self.parts["scales"]()
+        blocks = self.parts["blocks"]()
+        scales = self.parts["scales"]()
         if {blocks.dtype, scales.dtype} != {torch.uint8}:
             raise InputError("MXFP4 has blocks and scales of bytes")
         if blocks.shape[-1:] != (16,) or scales.shape != blocks.shape[:-1]:
@@ -447,7 +459,8 @@ class Mxfp4(Stored):
             raise InputError(f"MXFP4 has blocks (E, N, K / 32, 16) and scales (E, N, K / 32), not {given}")
 
     def floats(self):
-        blocks, table = self.parts["blocks"](), torch.tensor([*FP4, *(-x for x in FP4)])
+        blocks = self.parts["blocks"]()
+        table = torch.tensor([*FP4, *(-x for x in FP4)])
         w = torch.empty(*blocks.shape[:-2], blocks.shape[-2] * 32, dtype=torch.bfloat16)  # which holds them exactly
         for expert, b, s in zip(w, blocks, self.parts["scales"](), strict=True):
             expert.copy_((table[unpack(b).int()] * float_scales(s)[..., None]).flatten(-2))
@@ -499,7 +512,9 @@ def dequantizing(source, values, path):
         check_keys(settings)
     keys = "kv_cache_scheme", "activation_scheme", "activation_scale_ub"
     in_8_bits = any((*inputs, *map(settings.get, keys)))
-    grouped, plain, matrices = {}, {}, {}
+    grouped = {}
+    plain = {}
+    matrices = {}
     for name in source.names():
         read = functools.partial(source.read, name)
         if match := re.fullmatch(rf"(.+?)[._]({'|'.join(PARTS)})", name):

@@ -92,7 +92,8 @@ def read_settings(tokenizer, folder, vocab_size):
         for text, i in read("added_tokens.json").items()
     }
     for key in sorted(added, key=int):
-        i, token = int(key), added[key]
+        i = int(key)
+        token = added[key]
         text = token["content"]
         if not isinstance(text, str) or not text:
             raise InputError(f"{folder}: a special token is {reprlib.repr(text)}, not a text")
@@ -112,7 +113,8 @@ def read_settings(tokenizer, folder, vocab_size):
     if (folder / TEMPLATE_FILES[0]).exists():
         tokenizer.template = read_text(folder / TEMPLATE_FILES[0])
     tokenizer.template_variables = named
-    bos, splits = tokenizer.special.get(named.get("bos_token")), isinstance(tokenizer, SplittingTokenizer)
+    bos = tokenizer.special.get(named.get("bos_token"))
+    splits = isinstance(tokenizer, SplittingTokenizer)
     if settings.get("add_bos_token") is False or splits and bos is None:
         tokenizer.prefix = []
     elif bos is not None and bool(tokenizer.prefix) == splits and (splits or settings.get("add_bos_token")):

@@ -19,7 +19,8 @@ import time
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEGABYTES, CHARACTERS = 512, 10**7  # limits for a template, besides a Renderer's seconds
+MEGABYTES = 512  # limits for a template, besides a Renderer's seconds
+CHARACTERS = 10**7
 LIMITS = 1, -signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT  # how a process ends that exceeds them
 
 
@@ -72,7 +73,8 @@ class Renderer:
     Threads share it, and each waits until the requests before its own are answered.
     """
 
-    seconds, process = 10, None
+    seconds = 10
+    process = None
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -91,7 +93,8 @@ class Renderer:
                     return json.loads(self.process.stdout.readline())
                 except (BrokenPipeError, ValueError):  # the process was ended
                     self.process.communicate()
-                    code, self.process = self.process.returncode, None
+                    code = self.process.returncode
+                    self.process = None
                 if code in LIMITS:
                     return None, f"it takes more than {self.seconds} s or {MEGABYTES} MB"
         name = signal_name(-code) if code < 0 else f"exit code {code}"

@@ -50,9 +50,13 @@ def chat_on_terminal(job, runner):
 
     job: a Job. runner: what generate.load returns for it.
     """
-    world, tokenizer, context = job.world, job.tokenizer, min(CHAT_CONTEXT, job.config.max_seq_len)
+    world = job.world
+    tokenizer = job.tokenizer
+    context = min(CHAT_CONTEXT, job.config.max_seq_len)
     beginning = job.args.chat  # perhaps a system message
-    messages, ids, cached = beginning, [], []  # cached: the ids of the tokens in the cache
+    messages = beginning
+    ids = []
+    cached = []  # the ids of the tokens in the cache
 
     def extended(messages, ids, line):
         """Return the conversation, and its ids, with another line of the user at its end."""
@@ -71,7 +75,8 @@ def chat_on_terminal(job, runner):
         if command == "/exit":
             return
         if command == "/reset":
-            messages, ids = beginning, []
+            messages = beginning
+            ids = []
         if command in REPLIES:
             world.say(REPLIES[command])
         unknown = re.fullmatch(r"/[\w-]+", command) and command not in REPLIES

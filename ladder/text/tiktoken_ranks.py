@@ -51,14 +51,16 @@ class TiktokenTokenizer(SplittingTokenizer):
         reserved = count()
         labels = read_labels(folder)
         if labels["tokenizer_config.json", "tokenizer_class"] == KIMI_CLASS:
-            pattern, self.family_ends = KIMI_PATTERN, ()
+            pattern = KIMI_PATTERN
+            self.family_ends = ()
             names = [f"<|reserved_token_{i}|>" for i in range(len(ranks), self.vocab_size)]
         elif len(ranks) == LLAMA3_RANKS:
             for (file, key), value in labels.items():
                 if value not in LLAMA3_LABELS[file, key]:
                     words = f"has as many ranks as Llama 3's, but {file} says {key} {value!r}: give a tokenizer.json"
                     raise InputError(f"{path} {words}")
-            pattern, self.family_ends = LLAMA3_PATTERN, LLAMA3_ENDS
+            pattern = LLAMA3_PATTERN
+            self.family_ends = LLAMA3_ENDS
             names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(256)]
         else:
             words = f"nor has it settings beside it of the class {KIMI_CLASS}: give a tokenizer.json"

@@ -86,18 +86,23 @@ class SplittingTokenizer(Tokenizer):
 
     def __init__(self, tokens):
         """tokens: {text: id} of special tokens."""
-        self.special, self.flags, self.names, self.hidden = {}, {}, {}, set()
+        self.special = {}
+        self.flags = {}
+        self.names = {}
+        self.hidden = set()
         for text, i in tokens.items():
             self.add({"content": text}, i)
 
     def add(self, token, i):
         """Add a token, {"content": text} with its FLAGS, or change the flags of one."""
-        text, old = token["content"], self.names.get(i)
+        text = token["content"]
+        old = self.names.get(i)
         if old not in (None, text):  # a token that was reserved for others
             del self.special[old], self.flags[old]
         i = self.special.setdefault(text, i)
         old = self.flags.get(text, {flag: flag == "special" for flag in FLAGS})
-        self.names[i], self.flags[text] = text, {flag: token.get(flag, old[flag]) for flag in FLAGS}
+        self.names[i] = text
+        self.flags[text] = {flag: token.get(flag, old[flag]) for flag in FLAGS}
         self.hide(i, self.flags[text]["special"])
         self.__dict__.pop("splitter", None)
 
@@ -113,7 +118,8 @@ class SplittingTokenizer(Tokenizer):
     @library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True, markup=False):
         self.splitter.encode_special_tokens = not markup  # if set, the names of special tokens are plain text
-        split, ids = self.splitter.encode(text), []
+        split = self.splitter.encode(text)
+        ids = []
         for i, (start, stop) in zip(split.ids, split.offsets, strict=True):
             name = self.splitter.id_to_token(i)  # "": what stands between added tokens
             ids += [self.special[name]] if name else self.encode_text(text[start:stop], first and start == 0)
@@ -121,7 +127,8 @@ class SplittingTokenizer(Tokenizer):
 
     @library_errors("the tokenizer cannot decode these tokens")
     def decode(self, ids):
-        text, shown = "", (i for i in ids if i not in self.hidden)
+        text = ""
+        shown = (i for i in ids if i not in self.hidden)
         for is_added, run in groupby(shown, self.names.__contains__):
             tokens = [*run]
             text += "".join(map(self.names.get, tokens)) if is_added else self.decode_text(tokens, first=not text)
@@ -131,7 +138,9 @@ class SplittingTokenizer(Tokenizer):
         return self.special.get(text)
 
 
-CONTROL, UNKNOWN, USER_DEFINED = 3, 2, 4  # types of SentencePiece's pieces
+CONTROL = 3  # types of SentencePiece's pieces
+UNKNOWN = 2
+USER_DEFINED = 4
 
 
 class SentencePieceTokenizer(SplittingTokenizer):
@@ -177,17 +186,24 @@ def piece_types(data):
 
     data: a message of protocol buffers whose pieces come first, each field 1; a piece's type is its last field.
     """
-    at, result, i = 0, {}, 0
+    at = 0
+    result = {}
+    i = 0
     while at < len(data) and data[at] == 10:
-        size, shift, at = 0, 0, at + 1
+        size = 0
+        shift = 0
+        at = at + 1
         while True:
-            size, shift, at = size | (data[at] & 127) << shift, shift + 7, at + 1
+            size = size | (data[at] & 127) << shift
+            shift = shift + 7
+            at = at + 1
             if data[at - 1] < 128:
                 break
         piece = data[at : at + size]
         if piece[-2:-1] == b"\x18" and piece[-7:-6] == b"\x15" and piece[-1] in (CONTROL, UNKNOWN, USER_DEFINED):
             result[i] = piece[-1]
-        at, i = at + size, i + 1
+        at = at + size
+        i = i + 1
     return result
 
 
@@ -230,7 +246,8 @@ class TextStream:
     """Turns ids into text as they arrive, without splitting a character or losing a space."""
 
     def __init__(self, tokenizer, prompt=()):
-        self.tokenizer, self.ids = tokenizer, list(prompt)
+        self.tokenizer = tokenizer
+        self.ids = list(prompt)
         # The text of ids[:shown] was returned. Decoders drop leading spaces, so new ids are decoded together with
         # ids[start:shown], whose text is more than spaces.
         self.start, self.shown = 0, len(self.ids)

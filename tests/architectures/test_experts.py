@@ -157,7 +157,8 @@ def test_farskip_has_other_shards_than_a_ladder(tmp_path):
 
 
 def test_a_step_reads_the_experts_that_its_tokens_choose():
-    net, c = random_model(MIXTURE), MIXTURE
+    net = random_model(MIXTURE)
+    c = MIXTURE
     mixture = c.find(Mixture)
     one, three, drafted = (step_bytes(net, net.new_cache(n, 8), 0, more) for n, more in [(1, 0), (3, 0), (1, 2)])
     more = (c.n_layers - 1) * mixture.n_experts * 3 * c.dim * mixture.expert_size * 4 * ((1 - 0.6**3) - 0.4)
@@ -168,7 +169,8 @@ def test_a_limit_counts_the_experts_that_its_tokens_choose():
     world = link.emulate(ALONE, link.FREE, 2)
     net = tp.load_shard(MIXTURE, RandomWeights(MIXTURE, "cpu"), torch.float32, "cpu", 0, (1, 1))
     net.comm = tp.TensorParallel(MIXTURE, (1, 1), world.group)
-    runner, prompts = Runner(net, net.new_cache(2, 8)), pad([[5, 6], [7]], "cpu")
+    runner = Runner(net, net.new_cache(2, 8))
+    prompts = pad([[5, 6], [7]], "cpu")
     sizes = {name: weight.nbytes for name, weight in net.named_parameters() if ".feed_forward." in name}
     expected = sum(size * (1 - 0.6**2 if ".experts." in name else 1) for name, size in sizes.items())
     assert exposed.make_case("decode", runner, *prompts, world).n_bytes[1] == pytest.approx(expected)
@@ -210,12 +212,18 @@ def in_double(matrices):
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_few_rows_experts_against_float64(tokens, bits, threads):
     """Sizes that fill no panel; experts with one token, with more than eight, and with none."""
-    E, D, neurons, k = 7, 64, 40, 3
+    E = 7
+    D = 64
+    neurons = 40
+    k = 3
     skinny_gemm.build()
     generator = seeded(tokens)
     x = torch.randn(tokens, D, generator=generator).bfloat16()
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in range(tokens)])
-    exact, floats, packed, forms = [], [], [], []
+    exact = []
+    floats = []
+    packed = []
+    forms = []
     for N, K in (neurons, D), (neurons, D), (D, neurons):
         w = random_experts(bits, E, N, K, generator)
         exact.append(in_double(w))
@@ -248,8 +256,13 @@ def one(x, matrices, e):
 @pytest.mark.parametrize("ranks", [1, 5, 7])
 def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
     """On a CPU, where grouped_mm asks for rows of whole 16 bytes, too."""
-    E, D, neurons, k, generator = 5, 64, 96, 2, seeded(ranks)
-    x, config = torch.randn(8, D, generator=generator).bfloat16(), change(MIXTURE, mixture={"expert_size": neurons})
+    E = 5
+    D = 64
+    neurons = 96
+    k = 2
+    generator = seeded(ranks)
+    x = torch.randn(8, D, generator=generator).bfloat16()
+    config = change(MIXTURE, mixture={"expert_size": neurons})
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in x])
     w1, w3, w2 = (random_experts(bits, E, N, K, generator) for N, K in [(neurons, D)] * 2 + [(D, neurons)])
     expected = torch.ops.ladder.experts(x.double(), chosen, *map(in_double, (w1, w3, w2)), [])
@@ -276,7 +289,8 @@ def test_a_gpu_s_compiled_step_waits_for_nothing(kind, tokens, compiles, way, mo
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a build for CPUs has none
     for name in "gathered", "every":
         monkeypatch.setattr(experts, name, lambda *args, name=name: calls.append(name))
-    x, chosen = torch.zeros(tokens, 8).as_subclass(kind), torch.zeros(tokens, 2, dtype=torch.long)
+    x = torch.zeros(tokens, 8).as_subclass(kind)
+    chosen = torch.zeros(tokens, 2, dtype=torch.long)
     registry.use(experts.GPU_KERNELS)
     with torch.inference_mode(), contextlib.suppress(TypeError):  # what has been replaced returns nothing
         experts.Experts(8, 16, 4)(x, chosen)
@@ -323,7 +337,8 @@ def test_a_gradient_passes_through_the_experts(config):
     for weight in moe.parameters():
         torch.nn.init.normal_(weight, 0, 0.3)
     experts.make_differentiable(moe, compiles=False)
-    x, weight = torch.randn(2, 6, 48).double(), torch.randn(2, 6, 48).double()
+    x = torch.randn(2, 6, 48).double()
+    weight = torch.randn(2, 6, 48).double()
     gradients = []
     for forward in moe, every_expert(moe):
         moe.zero_grad()
@@ -338,7 +353,9 @@ def every_expert(moe):
         scores = moe.router(x).softmax(-1)
         chosen = scores >= scores.topk(moe.k).values[..., -1:]
         weights = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
-        w1, w3, w2 = moe.experts.w1.weight, moe.experts.w3.weight, moe.experts.w2.weight
+        w1 = moe.experts.w1.weight
+        w3 = moe.experts.w3.weight
+        w2 = moe.experts.w2.weight
         hidden = F.silu(torch.einsum("bsd,eid->bsei", x, w1)) * torch.einsum("bsd,eid->bsei", x, w3)
         y = torch.einsum("bsei,edi,bse->bsd", hidden, w2, weights)
         return y if moe.shared_expert is None else y + moe(x, apart=True)[1]

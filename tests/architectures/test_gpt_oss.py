@@ -48,7 +48,8 @@ GPT_OSS = "GptOssConfig", {
 
 def gpt_oss():
     """Return a model of transformers whose sinks matter, and whose experts reach the limits of the clamped SwiGLU."""
-    theirs, generator = hf_model(GPT_OSS), seeded(0)
+    theirs = hf_model(GPT_OSS)
+    generator = seeded(0)
     with torch.no_grad():
         for name, weight in theirs.named_parameters():
             if name.endswith(("_bias", "sinks")):
@@ -68,7 +69,10 @@ def test_parity_with_transformers(tmp_path):
 
 def test_mxfp4_is_what_its_numbers_say(tmp_path):
     """As published; in a folder of floats the matrices are the other way round."""
-    theirs, chosen = gpt_oss(), lambda name: name.endswith(("up_proj", "down_proj"))
+    theirs = gpt_oss()
+
+    def chosen(name):
+        return name.endswith(("up_proj", "down_proj"))
 
     def transposed(w, seed):
         parts, result, q = mxfp4(w.mT, seed)
@@ -110,7 +114,8 @@ def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
 
 
 def test_a_prefill_in_chunks_a_server_and_a_draft_compute_the_same():
-    net, ids = random_model(CONFIG), [[1, 5, 6, 7, 1, 5], [1, 9, 3, 9, 3]]
+    net = random_model(CONFIG)
+    ids = [[1, 5, 6, 7, 1, 5], [1, 9, 3, 9, 3]]
     runner = make_runner(net, random_model(change(BASE, n_layers=1)), 3, 2, 30)
     runner.chunk_tokens = 4
     assert generate.generate(runner, ids, 6, Sampler(0)).rows == [greedy_tokens(net, row, 6) for row in ids]
@@ -123,10 +128,14 @@ def test_a_prefill_in_chunks_a_server_and_a_draft_compute_the_same():
 def test_few_positions_with_sinks_against_float64(G):
     """A sink is a key more, of value 0; the last of these is far above all scores."""
     skinny_gemm.build()
-    q, keys, values = randn_bf16(3, 2, 2, G, 64), randn_bf16(3, 2, 40, 64), randn_bf16(3, 2, 40, 64)
-    positions, sinks = torch.tensor([[38, 39], [0, 1], [20, 21]]), torch.linspace(-3, 9, 2 * G).bfloat16()
+    q = randn_bf16(3, 2, 2, G, 64)
+    keys = randn_bf16(3, 2, 40, 64)
+    values = randn_bf16(3, 2, 40, 64)
+    positions = torch.tensor([[38, 39], [0, 1], [20, 21]])
+    sinks = torch.linspace(-3, 9, 2 * G).bfloat16()
     for window in 100, 7:
-        at, last = torch.arange(40), positions[..., None]
+        at = torch.arange(40)
+        last = positions[..., None]
         mask = (at <= last) & (at > last - window)
         exact = exact_attention(q, keys, values, mask, sinks)
         y = torch.ops.ladder.decode_attention(q, keys, values, mask, 0.125, sinks)
@@ -148,7 +157,8 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
             weight.data.normal_(0, 1, generator=seeded(len(name)))
         elif name.endswith("router.weight"):
             weight.data *= 30  # rounding must not choose other experts
-    steps, prefills = [], []
+    steps = []
+    prefills = []
     for net in nets:
         if net is nets[2]:
             compiling.use_decode_kernels(net)
@@ -172,10 +182,12 @@ def captured(x, *arguments):
 
 @pytest.mark.parametrize("way", [experts.experts_on_a_gpu, experts.gathered, experts.every, captured])
 def test_products_for_a_gpu_know_biases(way):
-    moe, x = MoE(CONFIG.dim, CONFIG.find(Mixture)), torch.randn(8, 48)
+    moe = MoE(CONFIG.dim, CONFIG.find(Mixture))
+    x = torch.randn(8, 48)
     for weight in moe.parameters():
         torch.nn.init.normal_(weight, 0, 0.5)
-    three, (_, chosen) = (moe.experts.w1, moe.experts.w3, moe.experts.w2), moe.choose(x)
+    three = (moe.experts.w1, moe.experts.w3, moe.experts.w2)
+    _, chosen = moe.choose(x)
     y = way(x, chosen, *([w.weight] for w in three), experts.list_biases(*three))
     torch.testing.assert_close(y, moe.experts(x, chosen), rtol=1e-4, atol=1e-4)
 

@@ -86,14 +86,17 @@ class Instella(nn.Module):
 
     def __init__(self, net):
         super().__init__()
-        self.net, self.inputs, self.early = net, {}, (range(9), range(9))
+        self.net = net
+        self.inputs = {}
+        self.early = (range(9), range(9))
         self.gates = nn.ModuleList(nn.Linear(48, 64, bias=False) for _ in net.model.layers)
         for gate, layer in zip(self.gates, net.model.layers, strict=True):
             nn.init.normal_(gate.weight, 0, 0.3)
             layer.self_attn.o_proj.register_forward_pre_hook(lambda _, y, g=gate: y[0] * g(self.inputs["x"]).sigmoid())
 
     def forward(self, tokens):
-        model, S = self.net.model, tokens.shape[1]
+        model = self.net.model
+        S = tokens.shape[1]
         x = y = model.embed_tokens(tokens)
         rope = model.rotary_emb(x, torch.arange(S)[None])
         mask = torch.full((S, S), -torch.inf).triu(1)[None, None]
@@ -139,7 +142,8 @@ def test_e4m3_in_blocks_becomes_rows(family, tmp_path):
     check_parity(convert_hf(tmp_path, "float", "--to-float", "--dtype", "float32"), theirs)
     x = torch.arange(20)[None] % 60
     with torch.inference_mode():
-        exact, rounded = theirs(x).logits, ours(x)
+        exact = theirs(x).logits
+        rounded = ours(x)
     assert 0 < (rounded - exact).norm() < 0.2 * exact.norm()  # fp8 rounds activations, too
 
 
@@ -283,7 +287,8 @@ CONFIGS += [change(BASE, **WITH_RANK, wiring="ladder"), change(CONFIG, wiring="s
 @pytest.mark.parametrize("length, chunk_tokens", [(40, None), (40, 3 * 16), (9, 3)])
 def test_the_absorbed_way_is_the_expanded_one(length, chunk_tokens):
     """In a whole prefill, in chunks with earlier keys, and in decode, of unequal rows."""
-    net, (tokens, lengths) = random_model(CONFIG), unequal_rows(CONFIG, length=length)
+    net = random_model(CONFIG)
+    tokens, lengths = unequal_rows(CONFIG, length=length)
     assert net.layers[0].attention.most_absorbed == 24 * 18 // (2 * 24 - 18)
     with torch.no_grad():
         whole = net(tokens)
@@ -320,7 +325,8 @@ def test_a_server_s_rows_answer_as_if_alone(ranks):
 
 
 def test_greedy_tokens_do_not_know_of_a_draft():
-    net, ids = random_model(CONFIG), [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3]]
+    net = random_model(CONFIG)
+    ids = [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3]]
     runner = make_runner(net, random_model(change(BASE, n_layers=1)), 3, 2, 30)
     assert generate.generate(runner, ids, 12, Sampler(0)).rows == [greedy_tokens(net, row, 12) for row in ids]
 
@@ -365,16 +371,20 @@ def test_few_positions_attend_to_latents_as_in_float64(N, S, compile, monkeypatc
     for weight, rounded in zip(exact.parameters(), plain.parameters(), strict=True):
         weight.data = rounded.data.double()
     positions = torch.tensor([[20], [0], [7]]) + torch.arange(S)
-    past, x = torch.randn(3, 1, 40, 160).bfloat16(), torch.randn(3, S, 64).bfloat16()
+    past = torch.randn(3, 1, 40, 160).bfloat16()
+    x = torch.randn(3, S, 64).bfloat16()
     for row, first in enumerate(positions[:, 0]):
         past[row, :, first:] = torch.nan
     monkeypatch.setattr(skinny_gemm, "SKINNY_ROWS", 16)  # fewer than those of 16 positions
-    step, calls = torch.ops.ladder.latent_attention, []
+    step = torch.ops.ladder.latent_attention
+    calls = []
     if not compile:  # the compiler looks through torch.ops
         monkeypatch.setattr(torch.ops.ladder, "latent_attention", lambda *a: calls.append(1) or step(*a))
-    results, caches = [], []
+    results = []
+    caches = []
     for net in exact, plain, fast:
-        cache, attention = past.to(net.dtype, copy=True), net.layers[0].attention
+        cache = past.to(net.dtype, copy=True)
+        attention = net.layers[0].attention
         if net is fast:
             compiling.use_decode_kernels(fast)
         else:

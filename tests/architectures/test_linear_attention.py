@@ -36,8 +36,12 @@ from tp import shard_plan
 
 def random_inputs(S, B=2, K=3, R=2, X=8, Y=5, decay=0.3):
     torch.manual_seed(S)
-    q, k, state = torch.randn(B, K, S, X), torch.randn(B, K, S, X), torch.randn(B, K, R, X, Y)
-    v, rate, beta = torch.randn(B, K, R, S, Y), torch.rand(B, K, R, S), torch.rand(B, K, R, S)
+    q = torch.randn(B, K, S, X)
+    k = torch.randn(B, K, S, X)
+    state = torch.randn(B, K, R, X, Y)
+    v = torch.randn(B, K, R, S, Y)
+    rate = torch.rand(B, K, R, S)
+    beta = torch.rand(B, K, R, S)
     return normalized(q), normalized(k), v, -decay * rate, beta, state
 
 
@@ -146,7 +150,8 @@ def test_compiled_ranks_compute_it_too(ranks, prefill):
 @pytest.mark.parametrize("part", [1, 4, 5, 100])
 def test_a_prefill_in_parts_passes_the_state_on(part):
     """A row ends in the first part, one in a later part: what is padding in a part changes no state."""
-    net, lengths = long_memory(LINEAR_ATTENTION), torch.tensor([14, 9, 3])
+    net = long_memory(LINEAR_ATTENTION)
+    lengths = torch.tensor([14, 9, 3])
     tokens = unequal_rows(LINEAR_ATTENTION, length=14)[0]
     runner = Runner(net, net.new_cache(3, 16))
     runner.chunk_tokens = 3 * part
@@ -178,7 +183,8 @@ def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
 @pytest.mark.parametrize("quant", [None, "int8"])
 def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
     fast, counts = check_few_rows_in_bfloat16(change(LINEAR_ATTENTION, head_dim=64, quant=quant))
-    layer, gated = fast.layers[0].attention, fast.layers[1].attention
+    layer = fast.layers[0].attention
+    gated = fast.layers[1].attention
     for linear in (layer.wqkvz, layer.wout, gated.wqkv, gated.wo) if quant else ():
         assert linear.layout is skinny_gemm.LAYOUT
     assert counts["model.attend"] and counts["model.Linear.forward"]

@@ -135,7 +135,8 @@ def test_the_figure(tmp_path, printed):
     lines = [line(w, ms, [ms, ms + 1], link={"name": n}, all_reduce_ms=x) for n, x in (("a", 2.0), ("b", 1.0))
              for w, ms in (("standard", 20.0), ("ladder", 10.0))]  # fmt: skip
     assert plot.by_link(lines)["ladder"] == [(ms, 2.0, 2 - 20 / 11, 0.0) for ms in (2.0, 1.0)]
-    out, other = tmp_path / "x.jsonl", line("spd", 1.0, [1.0, 2.0], batch=2)
+    out = tmp_path / "x.jsonl"
+    other = line("spd", 1.0, [1.0, 2.0], batch=2)
     write_lines(out, [*lines, other])
     printed(sweep, "--show", out, "--wiring", "standard", "ladder", "--plot", tmp_path / "x.svg")
     assert "<svg" in (tmp_path / "x.svg").read_text()
@@ -154,7 +155,8 @@ def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     monkeypatch.setattr(decode, "read_bandwidth", lambda *args, **kwargs: 1e10)
-    out, flags = tmp_path / "out.jsonl", ["--decode", 2, "--prefill", 8, "--rounds", 3, "--engines"]
+    out = tmp_path / "out.jsonl"
+    flags = ["--decode", 2, "--prefill", 8, "--rounds", 3, "--engines"]
     shown = printed(decode, *flags, "ours", "ours:int8", "--json", out)
     torch.compiler.set_stance("default")
     lines = read_lines(out)

@@ -171,7 +171,8 @@ def test_a_line_starts_on_its_own_whatever_was_cut_off(tmp_path):
 
 
 def test_many_append_at_the_same_time(tmp_path):
-    path, children = tmp_path / "x.jsonl", []
+    path = tmp_path / "x.jsonl"
+    children = []
     for i in range(4):
         if child := os.fork():
             children.append(child)

@@ -133,7 +133,8 @@ def measured_texts(world, words):
         out, _ = call_main(world, generate.main, [*words[world.rank], "--shares", "auto"])
         return out, world.shares
     finally:
-        world.shares, shares.benchmarking.read_bandwidth = before, given
+        world.shares = before
+        shares.benchmarking.read_bandwidth = given
 
 
 def measured_error(world, words):

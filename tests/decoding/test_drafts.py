@@ -45,7 +45,8 @@ def mild(config):
 @torch.no_grad()
 def noisy(net, noise):
     """A copy with other weights, which says the same the more often, the less the noise is."""
-    net, generator = copy.deepcopy(net), seeded(1)
+    net = copy.deepcopy(net)
+    generator = seeded(1)
     for weight in net.parameters():
         weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator))
     return net
@@ -88,7 +89,8 @@ def twins(world, wiring):
     plain = generated(net)[0].rows
     ends = plain[0][3], plain[2][9]
     models = {"near": noisy(whole, 0.05), "ngram": "ngram", "other": random_model(OTHER)}
-    words, ways = {}, itertools.cycle([((), 14), (ends, 14), (ends, 9), ((), 2), ((), 1)])
+    words = {}
+    ways = itertools.cycle([((), 14), (ends, 14), (ends, 9), ((), 2), ((), 1)])
     for name, draft in models.items():
         words[name] = set()
         for count, (eos_ids, new) in zip((4, 7, 1), ways, strict=False):
@@ -122,9 +124,13 @@ def test_greedy_tokens_do_not_know_of_a_draft(ranks, wiring):
 @pytest.mark.parametrize("prompts, count, new", [(PROMPTS, 5, 14), (PROMPTS[:1], 3, 5), (PROMPTS[:1], 1, 6)])
 def test_a_small_model_proposes_what_it_would_say_itself(prompts, count, new):
     """However many of its proposals were accepted in each row; one row goes on, as in a chat."""
-    net, draft, cached, seen = mild(BASE), noisy(mild(BASE), 0.05), 0, []
+    net = mild(BASE)
+    draft = noisy(mild(BASE), 0.05)
+    cached = 0
+    seen = []
     runner = make_runner(net, draft, count, len(prompts), 40)
-    used, propose = runner.draft, runner.draft.propose
+    used = runner.draft
+    propose = runner.draft.propose
 
     def checked(sequences, done, sample):
         proposals = propose(sequences, done, sample)
@@ -155,7 +161,8 @@ def test_a_row_goes_on_to_its_own_context(draft):
 @pytest.mark.parametrize("rows", [BASE.vocab_size - 40, BASE.vocab_size - 1, BASE.vocab_size + 1, BASE.vocab_size + 40])
 def test_a_draft_s_table_may_be_padded_otherwise(rows):
     """It proposes no id that the model lacks, and goes on after one that it lacks itself."""
-    net, ends = mild(BASE), [[BASE.vocab_size - 1], [7, BASE.vocab_size - 1, BASE.vocab_size - 2, 5]]
+    net = mild(BASE)
+    ends = [[BASE.vocab_size - 1], [7, BASE.vocab_size - 1, BASE.vocab_size - 2, 5]]
     for prompts in PROMPTS, ends:
         plain = generated(net, prompts=prompts)[0].rows
         done, used = generated(net, padded(noisy(net, 0.02), rows), 4, prompts)
@@ -165,7 +172,8 @@ def test_a_draft_s_table_may_be_padded_otherwise(rows):
 
 
 def padded_draft_on_ranks(world, rows):
-    net, draft = mild(BASE), padded(noisy(mild(BASE), 0.02), rows)
+    net = mild(BASE)
+    draft = padded(noisy(mild(BASE), 0.02), rows)
     net, draft = (shard(each.config, world, state=each.state_dict()) for each in (net, draft))
     return generated(net, draft, 3)[0].rows, generated(net, draft, 3, sample=Sampler(1.0, seed=4))[0].rows
 
@@ -186,8 +194,10 @@ def naive_lookup(ids, count):
 
 
 def test_ngrams_are_what_followed_the_last_time():
-    generator, draft = seeded(0), speculative.Ngrams(4)
-    rows, counts = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], set()
+    generator = seeded(0)
+    draft = speculative.Ngrams(4)
+    rows = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()]
+    counts = set()
     draft.begin()
     for i in range(40):
         expected = [naive_lookup(ids, 4) for ids in rows]
@@ -210,12 +220,15 @@ PADDED = [slow_case(name) for name in ("wider", "narrower")]
 @pytest.mark.parametrize("settings", [(1.0, None, 1.0), (0.7, 4, 0.95)], ids=str)  # temperature, top_k, top_p
 def test_what_is_generated_with_a_draft_is_distributed_as_the_model_says(name, settings):
     """The first three tokens of 5000 rows of one prompt, together, against all texts that they may make."""
-    B, V, prompt = 5000, 5, [1, 2, 3, 1, 2, 4, 1, 2, 0, 3, 1]
+    B = 5000
+    V = 5
+    prompt = [1, 2, 3, 1, 2, 4, 1, 2, 0, 3, 1]
     net = mild(dataclasses.replace(BASE, n_layers=2, vocab_size=V, eos_ids=()))
     draft = name if name == "ngram" else noisy(net, 0.4)
     draft = padded(draft, {"wider": V + 3, "narrower": V - 1}[name]) if name.endswith("er") else draft
     done, draft = generated(net, draft, 2, [prompt] * B, 5, Sampler(*settings, seed=2))
-    exact, shares = copy.deepcopy(net).double(), {(): 1.0}
+    exact = copy.deepcopy(net).double()
+    shares = {(): 1.0}
     for _ in range(3):
         with torch.no_grad():
             logits = exact(torch.tensor([[*prompt, *text] for text in shares]))[:, -1]
@@ -251,7 +264,8 @@ def test_compiled_there_is_one_graph_for_each_number_of_tokens(name):
 
 def spoil(runner, row, step):
     """Make a row's logits NaN from a decode step on, after the second token of a pass, or the only one."""
-    decode, steps = runner.decode, itertools.count(1)
+    decode = runner.decode
+    steps = itertools.count(1)
 
     def wrong(tokens, *args):
         logits = decode(tokens, *args).clone()
@@ -265,7 +279,9 @@ def spoil(runner, row, step):
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_logits_that_are_not_finite_are_named_and_those_of_a_draft_do_no_harm(temperature):
     """The model's come in the third pass, of five tokens, after the second of them: the draft is the model."""
-    net, sizes, sample = mild(BASE), [], Sampler(temperature)
+    net = mild(BASE)
+    sizes = []
+    sample = Sampler(temperature)
     runner = make_runner(net, copy.deepcopy(net), 4, 3, 40)
     spoil(runner, 1, 3)
     with pytest.raises(InputError, match="row 1 in step 12 are NaN or infinite"):
@@ -344,7 +360,9 @@ def test_a_chat_computes_only_what_is_new(drafts, template, tiny, near, tmp_path
     edit_config(tmp_path / "chat", max_seq_len=400)
     if TEMPLATES[template]:
         write_json(tmp_path / "chat" / "tokenizer_config.json", {"chat_template": TEMPLATES[template]})
-    turns, computed, prefill = [], [], Runner.prefill
+    turns = []
+    computed = []
+    prefill = Runner.prefill
 
     class Spy(generate.Generation):
         def __iter__(self):
@@ -361,10 +379,13 @@ def test_a_chat_computes_only_what_is_new(drafts, template, tiny, near, tmp_path
     flags = ["--checkpoint", tmp_path / "chat", "--chat", "--temperature", "0", "--max-new-tokens", "9"]
     printed, _ = run_generate(*flags, *["--draft", near] * drafts, stdin="\n".join(LINES) + "\n")
     net, tokenizer = load(tmp_path / "chat")
-    each, cached, texts = 1 + drafts, [], []
+    each = 1 + drafts
+    cached = []
+    texts = []
     assert len(turns) == len(LINES) and len(computed) == each * len(turns)
     for turn, answer in enumerate(turns):
-        [ids], [row] = answer.prompts, answer.rows
+        [ids] = answer.prompts
+        [row] = answer.rows
         assert row == greedy_tokens(net, ids, len(row), end=2) and (len(row) == 9) == (turn != 1)
         known = len(os.path.commonprefix([cached, ids[:-1]]))
         mine, *others = computed[each * turn : each * (turn + 1)]

@@ -89,7 +89,8 @@ def rows_of(world, edit, when, draft):
     """[what each of SETTINGS generates], of an edit or none, on this rank, and what was drafted."""
     net = shard(CONFIG, world)
     small = random_model(CONFIG) if draft == "small" else draft
-    rows, drafted = [], []
+    rows = []
+    drafted = []
     with pytest.MonkeyPatch.context() as patch:
         edited(patch, edit, when)
         for settings in SETTINGS:
@@ -189,7 +190,8 @@ def edited_main(arguments):
 
 def test_what_sample_calls_may_be_replaced_as_well(expected, monkeypatch):
     """The kernel gathers otherwise, so it stands back, and says why."""
-    net, sampler = random_model(CONFIG), Sampler(0)
+    net = random_model(CONFIG)
+    sampler = Sampler(0)
     registry.use([fast_sampling.KERNEL])
     replace_gather(monkeypatch)
     assert fast_sampling.is_edited() and not fast_sampling.is_in_use()

@@ -33,7 +33,8 @@ def alternating(n, attention, feed_forward, all_reduce, head=0.0):
 
 def by_hand(a, m, c):
     """{wiring: seconds of 5 layers}, of sublayers of a and m seconds and all-reduces of c."""
-    both, n = a + m, LAYERS
+    both = a + m
+    n = LAYERS
     seam = (n - 2) * both + (2 * (n - 2) - 1) * c  # three standard layers, without their last all-reduce
     return {
         "standard": n * (both + 2 * c), "ladder": alternating(n, a, m, c), "delayed": alternating(n, a, m, c),
@@ -48,7 +49,8 @@ def by_hand(a, m, c):
 
 @pytest.mark.parametrize("all_reduce", [0.5, 2.0, 3.5, 9.0])
 def test_a_step_is_the_sum_made_by_hand(all_reduce):
-    times, sums = Times(1.0, 3.0, 0.25, all_reduce, 0.125), by_hand(1.0, 3.0, all_reduce)
+    times = Times(1.0, 3.0, 0.25, all_reduce, 0.125)
+    sums = by_hand(1.0, 3.0, all_reduce)
     for name in variants(FORM):
         seconds, n, hidden = advise.step_seconds(change(FORM, wiring=name), times)
         assert seconds == pytest.approx(sums[name] + 0.375), name
@@ -58,7 +60,8 @@ def test_a_step_is_the_sum_made_by_hand(all_reduce):
 
 
 def test_by_tcp_latencies_run_at_once():
-    ladder, times = change(FORM, wiring="ladder"), Times(1.0, 1.0, 0.0, 3.0, 0.0)
+    ladder = change(FORM, wiring="ladder")
+    times = Times(1.0, 1.0, 0.0, 3.0, 0.0)
     # two sublayers an all-reduce and a sublayer, where otherwise each takes an all-reduce
     assert [advise.step_seconds(ladder, times._replace(flight=f))[0] for f in (0.0, 3.0)] == [31.0, 5 * (3 + 1) + 1]
 
@@ -105,7 +108,8 @@ def test_the_work_is_that_of_the_largest_shard(tp_size, changes):
     """Bytes and operations of loaded shards, counted by their own tensors."""
     base = change(BASE, n_heads=8, n_kv_heads=4, head_dim=H, dim=64, intermediate_size=192)
     config = change(base, n_layers=2, tie_embeddings=True, **changes)
-    batch, context = 3, 7
+    batch = 3
+    context = 7
     counted = {"attention": [], "feed_forward": [], "rest": []}
     for rank in range(tp_size):
         net = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu", rank, (1,) * tp_size)
@@ -125,7 +129,8 @@ def test_the_work_is_that_of_the_largest_shard(tp_size, changes):
 
 
 def test_times_are_bytes_or_operations_over_their_rate():
-    machine, config = Machine("m", 1e12, 1e14), named_size("70b")
+    machine = Machine("m", 1e12, 1e14)
+    config = named_size("70b")
     work = advise.decode_work(config, torch.bfloat16, 8, 1, 1000)
     weights = 2 * 8192 * 10 * 128 + 2 * 8192 * 8 * 128
     assert work["attention"].n_bytes == weights + 2 * 2 * 128 * 1000

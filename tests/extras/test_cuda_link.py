@@ -23,7 +23,9 @@ class Queues:
     """
 
     def __init__(self, monkeypatch):
-        self.names, self.waits_for, self.awaited = [], [], []
+        self.names = []
+        self.waits_for = []
+        self.awaited = []
         self.current = self.computing = Stream()
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.inside)
@@ -33,7 +35,8 @@ class Queues:
 
     @contextlib.contextmanager
     def inside(self, stream):
-        outer, self.current = self.current, stream
+        outer = self.current
+        self.current = stream
         yield
         self.current = outer
 
@@ -72,7 +75,8 @@ class OneRank:
         return types.SimpleNamespace(wait=lambda: partial.copy_(whole))
 
     def allgather_into_tensor_coalesced(self, outputs, inputs):
-        [logits], [part] = outputs, inputs
+        [logits] = outputs
+        [part] = inputs
         logits.fill_(torch.nan)
         return types.SimpleNamespace(wait=lambda: logits.copy_(part))
 
@@ -89,17 +93,22 @@ def queued_beside(config):
 def test_the_link_forks_joins_and_runs_beside_the_next_stale_sublayer_only(changes, monkeypatch):
     """In a prefill and a decode step, of rows of different lengths, whose logits are those of the model alone."""
     config = dataclasses.replace(BASE, **changes)
-    net, rows, inner = random_model(config), unequal_rows(config), OneRank()
-    alone, queues = last_logits(net, *rows, steps=1), Queues(monkeypatch)
+    net = random_model(config)
+    rows = unequal_rows(config)
+    inner = OneRank()
+    alone = last_logits(net, *rows, steps=1)
+    queues = Queues(monkeypatch)
     group = link.LinkedGroup(inner, link.FREE, 0, 1, torch.device("cuda"))
-    group.stream, group.costs = Stream(), None
+    group.stream = Stream()
+    group.costs = None
     net.comm = TensorParallel(config, (1,), group)
     for module in net.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda *_: queues.put("c"))
     assert torch.equal(last_logits(net, *rows, steps=1), alone)
 
-    names, beside = queues.names, queued_beside(config)
+    names = queues.names
+    beside = queued_beside(config)
     sent = [i for i, name in enumerate(names) if name == "link"]
     assert all(queues.waits_for[i] == set(range(i)) for i in sent)  # forked: after all that was queued before it
     assert queues.computing.past == set(range(len(names)))  # joined

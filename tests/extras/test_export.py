@@ -181,7 +181,8 @@ def test_transformers_reads_texts_as_the_same_tokens(name, tmp_path):
     source = ROOT / "demo" / "tokenizer.model" if name == "demo" else shared_data(name)
     ours = load_tokenizer(source)
     to_hf.convert_tokenizer(tmp_path, ours)
-    theirs, back = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    back = load_tokenizer(tmp_path)
     size = types.SimpleNamespace(vocab_size=ours.vocab_size)
     check_vocabulary(size, source, size, tmp_path, "the exported one")
     for text in TEXTS:
@@ -221,7 +222,8 @@ def test_verify_tells_rounding_from_a_mistake(dtype, tmp_path, capsys, monkeypat
 
 
 def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenizer(tmp_path, capsys):
-    hf, back = str(tmp_path / "hf"), str(tmp_path / "back")
+    hf = str(tmp_path / "hf")
+    back = str(tmp_path / "back")
     run_main(to_hf, ROOT / "demo", "--out", hf)
     convert_hf_checkpoint.main([hf, "--out", back, "--dtype", "float32"])
     refused("transformers cannot run .* --trust-remote-code ", verify.main, [hf, back])

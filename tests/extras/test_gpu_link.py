@@ -37,7 +37,8 @@ wait = torch.ops._c10d_functional.wait_tensor
 
 def test_an_all_reduce_without_python_takes_what_the_link_of_the_moment_takes(slow):
     """Captured once in a CUDA graph, on a GPU."""
-    comm, x = TensorParallel(CONFIG, slow.shares, slow.group), torch.ones(500_000, device=DEVICE)
+    comm = TensorParallel(CONFIG, slow.shares, slow.group)
+    x = torch.ones(500_000, device=DEVICE)
     step = own_all_reduce(slow, Case(CONFIG, None, None, comm, x, slow.group.link, ()))
     for other, least, most in (("20000us", 0.019, 0.03), ("1gbps", 0.0155, 0.03), ("1000us+1gbps", 0.0165, 0.03)):
         slow.group.set_link(link.parse(other))
@@ -48,7 +49,8 @@ def test_an_all_reduce_without_python_takes_what_the_link_of_the_moment_takes(sl
 def test_what_is_computed_meanwhile_hides_the_link(slow):
     from extras.measure.spin import spin_kernel
 
-    x, work = torch.ones(1024, device=DEVICE), torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    x = torch.ones(1024, device=DEVICE)
+    work = torch.zeros(2, dtype=torch.float64, device=DEVICE)
     work[0] = 20e6  # nanoseconds
 
     def waiting():
@@ -83,11 +85,14 @@ def simulated(changes, world):
 def test_collectives_stay_inside_the_cuda_graph(changes, slow, monkeypatch):
     """A replay calls no Python, computes the same, and takes as long as its all-reduces take."""
     net, runner = simulated(changes, slow)
-    tokens, lengths = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]], device=DEVICE), torch.tensor([5, 5])
+    tokens = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]], device=DEVICE)
+    lengths = torch.tensor([5, 5])
     plain = copy.copy(runner)
     plain.passes.decode = net
     step, eager = (replays(r, tokens, lengths.to(DEVICE))["decode"] for r in (runner, plain))
-    before, sent, send = eager().clone(), [], slow.group._send
+    before = eager().clone()
+    sent = []
+    send = slow.group._send
     monkeypatch.setattr(slow.group, "_send", lambda *args, **passes: sent.append(args) or send(*args, **passes))
     step()  # to capture
     sent.clear()

@@ -30,7 +30,8 @@ from ladder.ranks.meeting import JoinedWorld
 from ladder.ranks.world import World
 from model import interleave, list_sublayers
 
-CPU, OPS = torch.device("cpu"), torch.ops._c10d_functional
+CPU = torch.device("cpu")
+OPS = torch.ops._c10d_functional
 
 
 # ---- The link --------------------------------------------------------------------------------------------------------
@@ -112,7 +113,8 @@ def on_and_off(world, compile, cases):
     answers = []
     for changes in cases:
         config = dataclasses.replace(BASE, **changes, n_heads=15, n_kv_heads=5, intermediate_size=101)
-        net, logits = shard(config, world), []
+        net = shard(config, world)
+        logits = []
         for group in (world.group, linked):
             net.comm = tp.TensorParallel(config, world.shares, group)
             logits.append(last_logits(net, *unequal_rows(config), compile=compile, compile_prefill=compile))
@@ -180,8 +182,10 @@ def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
 
 def test_sublayers_share_the_time_by_the_bytes_of_their_weights():
     world = link.emulate(World(0, 1, CPU), link.FREE, 2)
-    net, prompts = shard(BASE, world), pad([[5, 6], [7]], CPU)
-    runner, blocks = Runner(net, net.new_cache(2, 8)), [*net.layers]
+    net = shard(BASE, world)
+    prompts = pad([[5, 6], [7]], CPU)
+    runner = Runner(net, net.new_cache(2, 8))
+    blocks = [*net.layers]
     attention, feed_forward, output = (
         sum(4 * weight.numel() for module in modules for weight in module.parameters())
         for modules in ([b.attention for b in blocks], [b.feed_forward for b in blocks], [net.output])
@@ -205,7 +209,8 @@ def test_the_report(wiring, splits, limit):
     times = {"all_reduce": 0.015, "step": 0.12, "silent": 0.05}
     config = dataclasses.replace(BASE, n_layers=2, wiring=wiring)
     case = exposed.Case(config, None, None, None, torch.zeros(2, 1, 48), link.FREE, (1200, 2800, 1000), splits)
-    r, n = exposed._report(case, [times] * 3), {"upper-bound": 0, "desync:2": 2}.get(wiring, 4) * splits
+    r = exposed._report(case, [times] * 3)
+    n = {"upper-bound": 0, "desync:2": 2}.get(wiring, 4) * splits
     assert r["limit_ms"] == pytest.approx(limit)
     assert (r["step_ms"], r["silent_ms"], r["exposed_ms"]) == pytest.approx((120, 50, 70))
     assert r["all_reduces"] == n and r["all_reduce_bytes"] == 2 * 48 * 4 and r["rounds"] == 3
@@ -227,12 +232,22 @@ def test_on_the_clock_chunks_hide_one_another():
 def test_measuring_sublayers_that_only_sleep(clock, changes, monkeypatch):
     """Against the sum by hand."""
     config = dataclasses.replace(BASE, **changes)
-    nap, latency, x = 0.004, 0.01, torch.zeros(2)
+    nap = 0.004
+    latency = 0.01
+    x = torch.zeros(2)
     group = link.LinkedGroup(None, link.Link("x", 1e6 * latency, None), 0, 8, CPU)
     world = World(0, 8, CPU, group)
-    sleep, norm = lambda *_: clock.sleep(nap) or torch.zeros(2), lambda x: x
+
+    def sleep(*_):
+        clock.sleep(nap)
+        return torch.zeros(2)
+
+    def norm(x):
+        return x
+
     block = SimpleNamespace(attention=sleep, feed_forward=sleep, attention_norm=norm, ffn_norm=norm)
-    sleeps, naps = list_sublayers(config, [block] * config.n_layers), []
+    sleeps = list_sublayers(config, [block] * config.n_layers)
+    naps = []
     for h, _ in sleeps:
         start = clock.now
         h(x)
@@ -240,14 +255,16 @@ def test_measuring_sublayers_that_only_sleep(clock, changes, monkeypatch):
     comm, silent = (kind(config, (1,) * 8, group) for kind in (tp.TensorParallel, exposed.Silent))
     steps = [lambda c=c: interleave([config.named_wiring.loop(x, sleeps, c, config)]) for c in (comm, silent)]
     case = exposed.Case(config, *steps, comm, x, group.link, (1, 1, 0))
-    sums, send = [], group._send
+    sums = []
+    send = group._send
     monkeypatch.setattr(group, "_send", lambda n_bytes: sums.append(n_bytes) or send(n_bytes))
     for step, n in zip(steps, (clocks.run_layers(config, 0.0, 0.0, 0.0).started, 0), strict=True):
         sums.clear()
         step()
         assert len(sums) == n
     r = exposed.measure(world, {"decode": case}, seconds=0)["decode"]
-    compute, waited = nap * 2 * config.n_layers, latency * r["all_reduces"]
+    compute = nap * 2 * config.n_layers
+    waited = latency * r["all_reduces"]
     if config.named_wiring.loop not in (wirings.desynced_loop, wirings.silent_loop):
         waited = queued(naps, latency, staleness(config)) - compute
     expected = {"silent": compute, "step": compute + waited, "limit": compute + waited, "all_reduce": latency}
@@ -273,7 +290,8 @@ def test_the_models_own_collective_is_timed(clock):
 
 
 def test_medians_turns_and_quartiles(monkeypatch):
-    seconds, turns = itertools.cycle([1.0, 2.0, 9.0]), itertools.count(1)
+    seconds = itertools.cycle([1.0, 2.0, 9.0])
+    turns = itertools.count(1)
     monkeypatch.setattr(benchmarking, "timed", lambda device, step: next(seconds))
     assert benchmarking.read_bandwidth(CPU, size=4000, repeats=9) == 4000 / 2
     ways = dict.fromkeys(("a", "b"), lambda: next(turns))
@@ -287,7 +305,8 @@ def test_measuring_runs_what_is_compiled_already(monkeypatch):
     torch._dynamo.reset()
     compile = torch.compile  # the graphs are what counts, not their code
     monkeypatch.setattr(torch, "compile", lambda net, dynamic=None, **_: compile(net, dynamic=dynamic, backend="eager"))
-    net, graphs = random_model(dataclasses.replace(BASE, n_layers=1)), torch._dynamo.utils.counters["stats"]
+    net = random_model(dataclasses.replace(BASE, n_layers=1))
+    graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
     runner = Runner(net, net.new_cache(2, 8), compile=True, compile_prefill=True)
     prompts = [[5, 6, 7], [8, 9]]

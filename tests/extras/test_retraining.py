@@ -59,8 +59,10 @@ def test_the_planted_layers_are_chosen_and_scores_are_the_naive_ones(name):
 
 def test_a_model_with_post_norms_is_replayed_too():
     config = change(BASE, **GEMMA)
-    model, recorded = random_model(config).double(), []
-    x, metadata = model.embed(torch.arange(12).view(2, 6)), attention_metadata(model, torch.arange(6).expand(2, 6))
+    model = random_model(config).double()
+    recorded = []
+    x = model.embed(torch.arange(12).view(2, 6))
+    metadata = attention_metadata(model, torch.arange(6).expand(2, 6))
     with torch.no_grad():
         (whole,) = interleave([model.loop(x, metadata)])
         (same,) = interleave([partials.loop(model, config, x, metadata, recorded=recorded)])
@@ -76,7 +78,8 @@ def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd, monk
     flags = ["--checkpoint", str(tmp_path / "six"), "--text", str(tmp_path / "a.txt"), "--layers", "1"]
     how = ["--link", "pcie", "--tp", "5", "--json", str(tmp_path / "x.jsonl"), "--plot", str(tmp_path / "x.svg")]
     choose.main([*flags, *how])
-    printed, line = capfd.readouterr().out, read_json(tmp_path / "x.jsonl")
+    printed = capfd.readouterr().out
+    line = read_json(tmp_path / "x.jsonl")
     assert printed.endswith("--wiring ladder:2,\n") and "times as fast over pcie: ladder:2,\n" in printed
     assert line["order"] == [2] and len(line["alone"]) == 6 and "<svg" in (tmp_path / "x.svg").read_text()
     for more, message in ("--layers 7", "has 6"), ("--wiring spd", "one by one"), ("--wiring ladder:2", "one by one"):
@@ -88,7 +91,8 @@ def test_choose_prints_a_wiring_and_writes_its_lines(tiny, tmp_path, capfd, monk
 
 def batch_and_models(train):
     """A Batch, a Trainee of which ladder:3,5 is trained so, and its teacher, all in float64."""
-    teacher, config = trainee_like(faint((), SIX).double()), rewired(SIX, "ladder:3,5")
+    teacher = trainee_like(faint((), SIX).double())
+    config = rewired(SIX, "ladder:3,5")
     student = adapt.Trainee(config).double()
     student.load_state_dict(teacher.state_dict())
     adapt.freeze(student, SIX, train)
@@ -127,7 +131,9 @@ def test_alignment_pulls_each_sublayer_to_the_teacher_s_given_what_it_would_read
     got = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
     student.zero_grad()
     with torch.no_grad():  # the stream before each sublayer, and what it adds, of the teacher
-        metadata, streams, added = attention_metadata(teacher, batch.positions), [teacher.embed(batch.tokens)], []
+        metadata = attention_metadata(teacher, batch.positions)
+        streams = [teacher.embed(batch.tokens)]
+        added = []
         for block in teacher.layers:
             added.append(block.attention(block.attention_norm(streams[-1]), metadata, None))
             streams.append(streams[-1] + added[-1])
@@ -148,7 +154,9 @@ def test_alignment_pulls_each_sublayer_to_the_teacher_s_given_what_it_would_read
 
 def test_a_validation_has_the_divergence_from_the_teacher(lone):
     batch, student, teacher = batch_and_models("above")
-    windows, student.reshard, teacher.reshard = SimpleNamespace(n=2, batches=lambda *_: [batch, batch]), int, int
+    windows = SimpleNamespace(n=2, batches=lambda *_: [batch, batch])
+    student.reshard = int
+    teacher.reshard = int
     nats, kl = adapt.validation_loss(student, windows, 2, lone, teacher)
     with torch.no_grad():
         q, p = (model.logits(model(batch))[batch.counts].log_softmax(-1) for model in (student, teacher))
@@ -162,7 +170,8 @@ HOW = ["--train", "above", "--align-steps", "3"]
 
 def test_only_what_is_trained_changes(retraining_flags, tiny, tmp_path):
     adapt.main([*retraining_flags, *HOW, "--wiring", "ladder:1,"])
-    before, after = checkpoint.Weights(tiny), checkpoint.Weights(tmp_path / "out")
+    before = checkpoint.Weights(tiny)
+    after = checkpoint.Weights(tmp_path / "out")
     changed = {name for name in before.names() if not torch.equal(before.read(name), after.read(name))}
     assert {name.split(".")[1] for name in changed if "layers" in name} == {"1", "2"}
     assert {n for n in changed if "layers" not in n} == {"norm.weight", "output.weight"}
@@ -210,10 +219,12 @@ def lone(fake_world, monkeypatch):
 
 
 def test_own_text_has_the_teacher_s_distribution_and_goes_on_where_it_was_killed(tiny, tmp_path, lone):
-    path, rows = tmp_path / "own.tokens", 1501
+    path = tmp_path / "own.tokens"
+    rows = 1501
     write = functools.partial(_write_own, lone, path, str(tiny), 4 * (rows - 1))
     write()
-    ids, whole = own_ids(path), path.read_bytes()
+    ids = own_ids(path)
+    whole = path.read_bytes()
     assert len(ids) == rows and (ids[:, 0] == 1).all()
     with pytest.MonkeyPatch.context() as m:
         m.setattr(own_text, "Sampler", None)  # nothing is written again
@@ -258,7 +269,8 @@ def test_two_ranks_write_and_train_alike(retraining_flags, tmp_path, monkeypatch
 
 
 def test_answers_are_the_naive_greedy_ones_and_compared_word_for_word(tiny, tmp_path, capfd):
-    config, tokenizer = checkpoint.read_config(tiny), load_tokenizer(tiny)
+    config = checkpoint.read_config(tiny)
+    tokenizer = load_tokenizer(tiny)
     write_model(tmp_path / "other", rewired(config, "ladder:1"))
     writing.copy_tokenizer(tiny, tmp_path / "other")
     flags = ["--compare", str(tiny), "--prompts", "7", "--tokens", "4", "--json", str(tmp_path / "x.jsonl")]

@@ -61,7 +61,8 @@ class Server:
         for line in self.process.stderr:
             if found := re.search(r"listening at http://127.0.0.1:(\d+)", line):
                 break
-        self.port, self.lines = int(found[1]), []
+        self.port = int(found[1])
+        self.lines = []
         threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True).start()
 
     said = property(lambda self: "".join(self.lines))
@@ -172,7 +173,9 @@ def test_rows_answer_as_if_alone(ranks, base, wiring):
 
 def penalized_tokens(net, request):
     """What is greedily chosen with a repetition penalty and a least number of tokens, one naive step at a time."""
-    ids, stops, penalty = list(request["ids"]), {*request["stop_token_ids"]}, request["repetition_penalty"]
+    ids = list(request["ids"])
+    stops = {*request["stop_token_ids"]}
+    penalty = request["repetition_penalty"]
     eos_ids = {*net.config.eos_ids}
     while (n := len(ids) - len(request["ids"])) < request["max_tokens"]:
         logits = net(torch.tensor([ids]))[0, -1].double().tolist()
@@ -188,7 +191,9 @@ def penalized_tokens(net, request):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_requests_with_settings_of_their_own_are_answered_as_if_alone(ranks):
     """Greedy ones as a naive loop says, and sampled ones as in a single row, by their seeds."""
-    config, (r, ids), requests = dataclasses.replace(BASE, eos_ids=tuple(range(60, 131))), prompts_of(12, 1), []
+    config = dataclasses.replace(BASE, eos_ids=tuple(range(60, 131)))
+    r, ids = prompts_of(12, 1)
+    requests = []
     net = random_model(config)
     for i, prompt in enumerate(ids):
         request = {"ids": prompt, "max_tokens": 9 + i, "repetition_penalty": (1.0, 0.8, 1.4)[i % 3]}
@@ -260,7 +265,9 @@ def test_text_lies_across_tokens():
     assert "".join(shown).strip() == "Lily said: \u00e9\u4f60 \U0001f600! The end. The dog" and "" in shown
     assert not any("\ufffd" in part for part in shown)
     for stops, end in ([" The dog", "dogma"], " The end."), (["\U0001f600!"], "\u4f60 "), (["dogs", "xy"], " The dog"):
-        parts, shown, finish = Text(tokenizer, ids[:1], stops), "", None
+        parts = Text(tokenizer, ids[:1], stops)
+        shown = ""
+        finish = None
         for i in ids[1:]:
             if not finish:
                 text, finish = parts.push([i], "length" if i == ids[-1] else None)
@@ -280,10 +287,13 @@ def test_text_lies_across_tokens():
 def test_a_stop_string_may_not_end_in_the_first_min_tokens():
     tokenizer = load_tokenizer(ROOT / "demo")
     _, c, a, b, *_ = tokenizer.encode_plain("abcabc")
-    ids, whole = [a, b, c] * 3, "abcabcabc"
+    ids = [a, b, c] * 3
+    whole = "abcabcabc"
     for min_tokens, stop in itertools.product((0, 2, 3, 5, 9), ("c", "bc", "abcab")):
         ends = (end for end in range(min_tokens + 1, 10) if whole[:end].endswith(stop))
-        parts, shown, finish = Text(tokenizer, [1, c], [stop], min_tokens), "", None
+        parts = Text(tokenizer, [1, c], [stop], min_tokens)
+        shown = ""
+        finish = None
         for i in ids:
             if not finish:
                 text, finish = parts.push([i], "length" if len(shown) + len(parts.withheld) == 8 else None)
@@ -356,8 +366,10 @@ def test_logprobs_are_those_of_the_model(prompt, server, model):
     choice = server.choice(**body)
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     ids = ids + greedy_tokens(net, ids, 2)
-    logp, logprobs = log_probabilities(net, ids), choice["logprobs"]
-    own, tops = logprobs["token_logprobs"], logprobs["top_logprobs"]
+    logp = log_probabilities(net, ids)
+    logprobs = choice["logprobs"]
+    own = logprobs["token_logprobs"]
+    tops = logprobs["top_logprobs"]
     text = choice["text"].removeprefix("<s>")
     assert (text != choice["text"]) == (prompt == [1])  # an echo shows what was sent
     assert "".join(logprobs["tokens"][1:]).strip() == text.strip() == tokenizer.decode(ids).strip()
@@ -378,13 +390,15 @@ def test_a_harness_may_drop_the_last_entry_also_if_it_is_end_of_sequence(server,
 
 
 def test_of_equal_texts_the_likelier_stays_and_bytes_have_names(model):
-    tokenizer, twins = model[1], {}
+    tokenizer = model[1]
+    twins = {}
     for i in range(3, 1024):
         twins.setdefault(protocol.token_text(tokenizer, i), []).append(i)
     unlikely, likely = next(ids for ids in twins.values() if len(ids) > 1)  # a byte, and a token of that character
     byte = tokenizer.encode_plain("\u4f60")[-1]
     tokens = [rows.Token(unlikely, -9.0, {likely: -1.0}), rows.Token(byte, -3.0, {likely: -1.0, byte + 1: -2.0})]
-    logprobs, text = protocol.logprobs_of(tokens, [0, 1], False, tokenizer), protocol.token_text(tokenizer, likely)
+    logprobs = protocol.logprobs_of(tokens, [0, 1], False, tokenizer)
+    text = protocol.token_text(tokenizer, likely)
     parts = {f"token_id:{byte}": -3.0, f"token_id:{byte + 1}": -2.0}
     assert logprobs["tokens"] == [text, f"token_id:{byte}"] and logprobs["top_logprobs"] == [
         {text: -1.0}, {text: -1.0} | parts,
@@ -564,7 +578,8 @@ def raw(address, *requests, half=True):
 
 
 def test_a_client_that_ends_its_own_direction_gets_its_answers(server):
-    address, first = ("127.0.0.1", server.port), "POST /v1/completions HTTP/1.1"
+    address = ("127.0.0.1", server.port)
+    first = "POST /v1/completions HTTP/1.1"
     for stream, count in itertools.product((False, True), (1, 40)):
         ask = {"prompt": "Once", "max_tokens": count, "temperature": 0, "stream": stream}
         request = first, {}, json.dumps(ask).encode()
@@ -578,7 +593,9 @@ def test_a_client_that_ends_its_own_direction_gets_its_answers(server):
 
 def test_a_client_that_waits_long_is_sent_few_interim_answers():
     """Go's client of HTTP takes at most five."""
-    sent, calls, ours = [], [], object.__new__(serving.Connection)
+    sent = []
+    calls = []
+    ours = object.__new__(serving.Connection)
     with socket.socket() as open_socket:
         ours.scope = {"http_version": "1.1"}
         ours.cycle = SimpleNamespace(response_complete=False, response_started=False)
@@ -589,7 +606,8 @@ def test_a_client_that_waits_long_is_sent_few_interim_answers():
         open_socket.listen()
         ours.transport = SimpleNamespace(is_closing=lambda: False, get_extra_info=get, write=sent.append)
         calls.append((0, (ours.probe,)))
-        now, times = 0, []
+        now = 0
+        times = []
         for _ in range(1000):
             seconds, (call, *args) = calls.pop()
             now += seconds
@@ -701,7 +719,8 @@ def test_a_prompt_alone_is_scored(server, model):
         counts = {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
         assert more or counts.items() <= events[0]["usage"].items()
     choice = server.choice(prompt=[5, 6] * 128, max_tokens=0, echo=True, logprobs=0)  # as long as the context
-    own, logp = choice["logprobs"]["token_logprobs"], log_probabilities(model[0], [5, 6] * 128)
+    own = choice["logprobs"]["token_logprobs"]
+    logp = log_probabilities(model[0], [5, 6] * 128)
     assert own[0] is None
     assert own[1:] == pytest.approx([float(row[6 - i % 2]) for i, row in enumerate(logp[:-1])], abs=1e-3)
     answer = server.ask(prompt=["One day", "a"], max_tokens=0, echo=True)[1]
@@ -730,9 +749,11 @@ def memory(pids):
 
 @pytest.mark.parametrize("each", [5, slow_case(25)])
 def test_eight_clients_at_once_get_their_answers(server, model, each):
-    r, words = random.Random(each), ["the", "dog", "ran", "to", "big", "park", "and", "saw", "Lily", "red"]
+    r = random.Random(each)
+    words = ["the", "dog", "ran", "to", "big", "park", "and", "saw", "Lily", "red"]
     asked = [(" ".join(r.choices(words, k=r.randrange(1, 60))), r.randrange(1, 40)) for _ in range(8 * each)]
-    answers, sizes = {}, []
+    answers = {}
+    sizes = []
 
     def client(number):
         for i in range(number, len(asked), 8):
@@ -756,7 +777,8 @@ def test_eight_clients_at_once_get_their_answers(server, model, each):
 
 
 def test_a_client_that_goes_frees_its_row_and_others_go_on(server):
-    body, connection = OK | {"max_tokens": 250, "temperature": 0}, http.client.HTTPConnection("127.0.0.1", server.port)
+    body = OK | {"max_tokens": 250, "temperature": 0}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/v1/completions", json.dumps(body))
     wait_until(server.requests)
     connection.close()  # before it is answered, which would take seconds
@@ -779,7 +801,8 @@ def test_keys_queues_and_the_end():
         for connection in idle:
             connection.close()
         time.sleep(0.2)
-        send, key = server.send, {"Authorization": "Bearer caf\u00e9".encode()}
+        send = server.send
+        key = {"Authorization": "Bearer caf\u00e9".encode()}
         for headers in {}, {"Authorization": "Bearer cafe"}:
             assert send("/v1/completions", OK, **headers).status == send("/v1/models", **headers).status == 401
         assert send("/v1/models", **key).json()["data"][0]["id"] == "demo"
@@ -911,7 +934,8 @@ def test_lm_evals_client_gets_what_its_own_model_answers(tmp_path, story):
 def test_the_page_streams_and_stops(tmp_path):
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: requirements-peers.txt")
     wait = pytest.importorskip("selenium.webdriver.support.wait")
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    browser = shutil.which("chromium")
+    driver = shutil.which("chromedriver")
     if not browser or not driver:
         pytest.skip("chromium and chromedriver are not installed")
     options = webdriver.ChromeOptions()
@@ -931,7 +955,8 @@ def test_the_page_streams_and_stops(tmp_path):
             until(lambda _: "Incorrect API key" in find(".error").text)
             find("#key").send_keys("k")
             find("#most").send_keys("4000")
-            lengths, said = [], "<img src=x onerror=document.title='harmed'>Once upon a time"
+            lengths = []
+            said = "<img src=x onerror=document.title='harmed'>Once upon a time"
             find("#text").send_keys(said + "\n")
             answer = page.find_elements("css selector", ".assistant")[-1]
             until(lambda _: lengths.append(len(answer.text)) or len({*lengths}) > 5 and lengths[-1] > 20)

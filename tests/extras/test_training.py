@@ -46,7 +46,8 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"
 def test_documents_of_text_and_of_lines_of_json(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo<|endoftext|>\n  three  <|endoftext|><|endoftext|> \n four")
     assert [d for d, _ in data.documents(tmp_path / "a.txt")] == ["one\n\ntwo", "three", "four"]
-    path, records = tmp_path / "a.jsonl", [{"text": "x <|endoftext|> y"}, {"messages": CHAT}]
+    path = tmp_path / "a.jsonl"
+    records = [{"text": "x <|endoftext|> y"}, {"messages": CHAT}]
     path.write_text("".join(json.dumps(r) + "\n\n" for r in records))
     assert [*data.documents(path)] == [(records[0]["text"], f"{path} line 1"), (CHAT, f"{path} line 3")]
     for line, message in ('{"text": "\\ud800"}', "surrogates"), ('{"messages": [{"role": "user"}]}', '"content"'):
@@ -66,14 +67,16 @@ def tokens(tmp_path):
 
 
 def test_many_chats_are_rendered_in_their_order_and_not_all_at_once(tmp_path, monkeypatch):
-    texts, path = [str(n) for n in range(400)], tmp_path / "chats.jsonl"
+    texts = [str(n) for n in range(400)]
+    path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": t}]}) + "\n" for t in texts))
     monkeypatch.setattr(template, "renderer", template.Renderer())  # which no thread has started
     data.tokenize([path], Letters(), [2], tmp_path / "x.tokens")
     tokens = np.fromfile(tmp_path / "x.tokens", TOKEN)
     for n, text in enumerate(texts):
         assert bytes(tokens["id"][tokens["document"] == n].tolist()) == f"\x01u:{text};".encode()
-    read, documents = [], data.documents
+    read = []
+    documents = data.documents
     monkeypatch.setattr(data, "documents", lambda path: (read.append(1) or record for record in documents(path)))
     monkeypatch.setattr(Letters, "template", "{{ raise_exception('no') }}")
     words = "chats.jsonl line 1: .*refuses this conversation: no"
@@ -82,7 +85,8 @@ def test_many_chats_are_rendered_in_their_order_and_not_all_at_once(tmp_path, mo
 
 
 def test_windows_hold_every_token_and_no_document_sees_another(tokens):
-    windows, all_tokens = Windows([tokens], 5, ""), np.fromfile(tokens, TOKEN)
+    windows = Windows([tokens], 5, "")
+    all_tokens = np.fromfile(tokens, TOKEN)
     batch = windows.batch(range(windows.n))
     assert windows.n == 8 and torch.equal(batch.tokens.flatten(), torch.from_numpy(all_tokens["id"][:40].astype(int)))
     assert torch.equal(batch.targets.flatten(), torch.from_numpy(all_tokens["id"][1:41].astype(int)))
@@ -119,7 +123,8 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
     model = random_model(change(config, heads={"sliding_window": 4, "window_layers": (1,)})).double()
     n = (tmp_path / "x.tokens").stat().st_size // TOKEN.itemsize
     batch = Windows([tmp_path / "x.tokens"], n - 1, "").batch([0])
-    trainee, expected = trainee_like(model), 0.0
+    trainee = trainee_like(model)
+    expected = 0.0
     for text in texts:
         ids = torch.tensor([[*tokenizer.encode(text), 2]])
         log_p = model(ids)[0].log_softmax(-1)
@@ -150,7 +155,8 @@ NO_FILES = ["--checkpoint", "x", "--text", "x", "--valid", "x", "--out", "x", "-
 
 def run_each(world, configs, dtype):
     """Returns the normed stream that each config's model computes in training."""
-    args, xs = adapt.parse([*NO_FILES, "--compute-dtype", dtype]), []
+    args = adapt.parse([*NO_FILES, "--compute-dtype", dtype])
+    xs = []
     for config in configs:
         model = adapt.build(config, StateWeights(random_model(config).state_dict()), world, args)
         with torch.no_grad():
@@ -192,7 +198,8 @@ def test_ranks_compute_in_training_what_the_model_does_afterwards(tp_size, chang
 
 
 def test_recompute_keeps_only_the_inputs_of_attentions_and_mlps(fake_world):
-    args, kept = adapt.parse([*NO_FILES, "--recompute"]), set()
+    args = adapt.parse([*NO_FILES, "--recompute"])
+    kept = set()
     model = adapt.build(change(BASE, **SHARED), None, fake_world(0, 1), args)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.add(tensor.shape[-1]), lambda _: None):
         model(plain_batch())
@@ -220,10 +227,13 @@ def test_a_rewired_mixture_keeps_its_routers_and_their_biases(changes, retrainin
     write_model(tmp_path / "own", config)
     writing.copy_tokenizer(tiny, tmp_path / "own")
     run_main(adapt, *retraining_flags, "--checkpoint", tmp_path / "own", "--wiring", "ladder", "--dtype", "bfloat16")
-    own, trained = checkpoint.Weights(tmp_path / "own"), checkpoint.Weights(tmp_path / "out")
+    own = checkpoint.Weights(tmp_path / "own")
+    trained = checkpoint.Weights(tmp_path / "out")
     for name in own.names():
-        before, after = own.read(name), trained.read(name)
-        chooses, is_sigmoid = ".router." in name or name.endswith("expert_bias"), "router" in changes["mixture"]
+        before = own.read(name)
+        after = trained.read(name)
+        chooses = ".router." in name or name.endswith("expert_bias")
+        is_sigmoid = "router" in changes["mixture"]
         assert after.dtype == (torch.float32 if chooses and is_sigmoid else torch.bfloat16)
         if chooses or name.endswith("w2.weight"):
             assert torch.equal(before.to(after.dtype), after) == chooses, name
@@ -240,7 +250,8 @@ def test_farskip_is_neither_aligned_nor_trained_in_part(flags, mixture):
 def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(
     training_flags, tmp_path, monkeypatch, capfd
 ):
-    weights, measure = [], adapt.validation_loss
+    weights = []
+    measure = adapt.validation_loss
 
     def validation_loss(model, *args):
         weights.append({name: p.full_tensor().clone() for name, p in model.named_parameters()})
@@ -249,7 +260,9 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(
 
     monkeypatch.setattr(adapt, "validation_loss", validation_loss)
     adapt.main([*training_flags, "--ladder"])
-    out, printed, losses = tmp_path / "out", capfd.readouterr().out, read_losses(tmp_path / "out")
+    out = tmp_path / "out"
+    printed = capfd.readouterr().out
+    losses = read_losses(tmp_path / "out")
     assert checkpoint.read_config(out).wiring == "ladder" and "wiring ladder" in printed
     assert [line["step"] for line in losses] == list(range(41)) and not (tmp_path / "out.run").exists()
     rates = [line["lr"] for line in losses[1:]]  # four steps of warm-up, then down to a tenth
@@ -271,7 +284,8 @@ def test_a_teacher_s_own_loss_is_the_first_that_is_printed(retraining_flags, tmp
     flags = [*retraining_flags, "--steps", "1"]
     adapt.main(flags)
     run_main(adapt, *flags, "--wiring", "standard", "--out", tmp_path / "out2")
-    first, own = read_losses(tmp_path / "out")[0], read_losses(tmp_path / "out2")[0]
+    first = read_losses(tmp_path / "out")[0]
+    own = read_losses(tmp_path / "out2")[0]
     assert first["teacher"] == pytest.approx(own["valid"]) and first["valid"] != own["valid"] and "teacher" not in own
     words = ", ".join(f"{name} {first[name]:.4f}" for name in ("teacher", "valid", "kl"))
     assert f"step 0: {words} nats" in capfd.readouterr().out and "kl" not in own

@@ -46,14 +46,16 @@ def test_few_rows_are_exact_up_to_the_last_rounding(threads):
     skinny_gemm.build()
     shapes = (1, 1), (33, 2731), (301, 2048), (2100, 40)
     for (N, K), M in itertools.product(shapes, (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24)):
-        x, weight = randn_bf16(M, K), randn_bf16(N, K)
+        x = randn_bf16(M, K)
+        weight = randn_bf16(N, K)
         check_product(torch.ops.ladder.skinny_gemm(x, weight), x, weight.T)
 
 
 @pytest.mark.parametrize("N, M, L, K", [(1, 1, 1, 1), (3, 2, 40, 33), (2, 9, 513, 96)])
 def test_each_head_has_its_own_matrix(N, M, L, K, threads):
     skinny_gemm.build()
-    x, weight = randn_bf16(M, N, K).transpose(0, 1), randn_bf16(N, L, K)
+    x = randn_bf16(M, N, K).transpose(0, 1)
+    weight = randn_bf16(N, L, K)
     check_product(torch.ops.ladder.skinny_gemm_heads(x, weight), x, weight.mT)
     torch.library.opcheck(torch.ops.ladder.skinny_gemm_heads.default, (x, weight))
     other = randn_bf16(N, K, L)
@@ -86,7 +88,8 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
         random_integers(K, N, size and 8, seed=3),
     ]
     w1, w3, w2 = (in_float64(*matrix) for matrix in matrices)
-    packed, bits = [skinny_gemm.pack(*matrix) for matrix in matrices], 8 if size is None else 4
+    packed = [skinny_gemm.pack(*matrix) for matrix in matrices]
+    bits = 8 if size is None else 4
     for M in (1, 3, 8, 17):
         x = randn_bf16(M, K).double()
         x = (x * 90 / (x @ w1.T).abs().amax(1, keepdim=True)).bfloat16()
@@ -100,7 +103,8 @@ def test_packed_weights_are_the_weights_for_many_rows(N, K, size, threads, monke
     skinny_gemm.build()
     monkeypatch.setattr(skinny_gemm, "PANELS_AT_ONCE", 2)
     weight, scales, zeros = random_integers(N, K, size)
-    packed, one = skinny_gemm.pack(weight, scales, zeros), torch.eye(K).bfloat16()
+    packed = skinny_gemm.pack(weight, scales, zeros)
+    one = torch.eye(K).bfloat16()
     with torch.inference_mode():  # which the other threads do not inherit
         w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
     check_rounded(w, in_float64(weight, scales, zeros), 1e-7)
@@ -116,9 +120,15 @@ def packed(*shape):
 
 
 INT4, IDS = packed(1, 2, 5), zeros(3, 2, dtype=torch.int64)  # 16 rows of 64 columns in groups of 32
-Q, CACHE, EXPERT = zeros(3, 2, 1, 1, 64), zeros(3, 2, 9, 64), zeros(4, 8, 8)
-ROPE, X, WQKV, WO = torch.zeros(3, 1, 1, 1, 32), zeros(3, 1, 8), zeros(384, 8), zeros(8, 128)
-ROWS, MASK = torch.arange(3)[:, None], torch.ones(3, 1, 9, dtype=torch.bool)
+Q = zeros(3, 2, 1, 1, 64)
+CACHE = zeros(3, 2, 9, 64)
+EXPERT = zeros(4, 8, 8)
+ROPE = torch.zeros(3, 1, 1, 1, 32)
+X = zeros(3, 1, 8)
+WQKV = zeros(384, 8)
+WO = zeros(8, 128)
+ROWS = torch.arange(3)[:, None]
+MASK = torch.ones(3, 1, 9, dtype=torch.bool)
 HALF = ROPE[..., :16]
 FITS = {  # arguments of operators
     "skinny_gemm": (zeros(2, 8), zeros(4, 8)),
@@ -139,7 +149,8 @@ FITS = {  # arguments of operators
         zeros(3, 1, 9, 96), MASK, 0.1,
     ),
 }  # fmt: skip
-NONE, SHORT = CACHE[:, :, :0], CACHE[..., :32].contiguous()
+NONE = CACHE[:, :, :0]
+SHORT = CACHE[..., :32].contiguous()
 MISFITS = [  # an operator, and {place: what stands there instead}
     ("skinny_gemm", {0: zeros(2, 9)}),
     ("skinny_gemm", {0: zeros(2, 0), 1: zeros(4, 0)}),
@@ -216,9 +227,11 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
     skinny_gemm.build()
     cases = (1, 1, [0]), (70, 1, [69, 0, 33, 2]), (40, 3, [3, 4, 15, 16]), (30, 5, [29, 4])
     for (T, S, last), window, scale in itertools.product(cases, (100, 7, 1), (3, 300)):
-        B, positions = len(last), torch.tensor(last)[:, None] + torch.arange(1 - S, 1)
+        B = len(last)
+        positions = torch.tensor(last)[:, None] + torch.arange(1 - S, 1)
         q = scale * randn_bf16(B, G, S, 2, H).permute(0, 3, 2, 1, 4)
-        keys, values = randn_bf16(B, 2, T, H), randn_bf16(T, B, 2, H).permute(1, 2, 0, 3).contiguous()
+        keys = randn_bf16(B, 2, T, H)
+        values = randn_bf16(T, B, 2, H).permute(1, 2, 0, 3).contiguous()
         for row, position in enumerate(last):
             for outside in slice(position + 1, None), slice(max(position + 2 - S - window, 0)):
                 keys[row, :, outside] = values[row, :, outside] = torch.nan
@@ -232,9 +245,11 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
 def test_attention_by_any_mask(G, threads):
     """Keys with gaps between them, none at all, and, without a mask, all up to a token's own."""
     skinny_gemm.build()
-    q, (keys, values) = randn_bf16(3, 2, 4, G, 64), randn_bf16(2, 3, 2, 21, 64)
+    q = randn_bf16(3, 2, 4, G, 64)
+    keys, values = randn_bf16(2, 3, 2, 21, 64)
     mask = torch.rand(3, 4, 17, generator=seeded(0)) < 0.4
-    mask[0, 1], mask[2, 3] = False, True
+    mask[0, 1] = False
+    mask[2, 3] = True
     for some, visible in (mask, mask), (None, torch.ones(3, 4, 21, dtype=torch.bool).tril()):
         y = torch.ops.ladder.decode_attention(q, keys, values, some, 0.125)
         check_rounded(y, exact_attention(q, keys, values, visible), 1e-5)
@@ -243,7 +258,8 @@ def test_attention_by_any_mask(G, threads):
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2, 576), (5, 33)])
 def test_a_norm_is_exact_up_to_the_last_rounding(shape, threads):
     skinny_gemm.build()
-    x, weight = randn_bf16(*shape), randn_bf16(shape[-1])
+    x = randn_bf16(*shape)
+    weight = randn_bf16(shape[-1])
     x.view(-1, shape[-1])[-1] *= 100
     y = torch.ops.ladder.rms_norm(x.transpose(0, -2), weight, 1e-5).transpose(0, -2)
     exact = F.rms_norm(x.double(), weight.shape, weight.double(), 1e-5)
@@ -258,7 +274,8 @@ def test_rotation_writes_the_cache_as_models_does(B, K, G, S, H, R):
     q, k, v = qkv.tensor_split((-2, -1), dim=2)
     positions = torch.tensor([[3 * b + s for s in range(S)] for b in range(B)])
     angles = (positions[..., None] * torch.linspace(0.1, 2, R))[:, None, None]
-    rope, rows = (angles.cos(), angles.sin()), torch.arange(B)[:, None]
+    rope = (angles.cos(), angles.sin())
+    rows = torch.arange(B)[:, None]
     caches = [[randn_bf16(B, K, 12, H), randn_bf16(B, K, 12, H)] for _ in range(2)]
     metadata = types.SimpleNamespace(rows=rows, positions=positions, mask=positions)
     expected, *plain = rotate_into_cache(q, k, v, rope, metadata, caches[0])
@@ -323,7 +340,8 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
         "heads": {"sliding_window": 3, "window_layers": (1,), "qk_norm": True},
     }
     config = change(BASE, wiring="ladder", n_layers=2, **changes)
-    net, rows = model_in_bfloat16(config), unequal_rows(config)
+    net = model_in_bfloat16(config)
+    rows = unequal_rows(config)
     eager = last_logits(net, *rows)
     compiling.use_decode_kernels(net)
     with counted_kernels() as counts:
@@ -354,7 +372,8 @@ def test_attention_in_a_window_without_a_cache():
     net = random_model(change(BASE, head_dim=64, heads={"sliding_window": 3, "window_layers": (0, 2)}))
     compiling.use_decode_kernels(net)
     assert not registry.used
-    net, (tokens, _) = net.bfloat16(), unequal_rows(BASE)
+    net = net.bfloat16()
+    tokens, _ = unequal_rows(BASE)
     with torch.inference_mode():
         expected = net(tokens[:, :8])
         compiling.use_decode_kernels(net)
@@ -423,7 +442,8 @@ def test_many_rows_are_multiplied_in_float32_where_nothing_else_is_fast(monkeypa
     monkeypatch.setattr(skinny_gemm, "HAS_ONEDNN_BF16", False)
     monkeypatch.setattr(stand_ins, "DEQUANTIZED_AT_ONCE", 700)
     config = change(BASE, qkv_bias=True, mlp_bias=True)
-    net, rows = model_in_bfloat16(config), unequal_rows(config)
+    net = model_in_bfloat16(config)
+    rows = unequal_rows(config)
     plain = last_logits(net, *rows)
     loading.use_kernels(net)
     with counted_kernels() as counts:
@@ -496,7 +516,8 @@ def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
 def test_without_instructions_for_our_kernels_there_are_pytorchs(unbuilt, monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.setattr(compilers, "ON_ARM", False)
-    net, (tokens, lengths) = random_model(BASE).bfloat16(), unequal_rows(BASE)
+    net = random_model(BASE).bfloat16()
+    tokens, lengths = unequal_rows(BASE)
     plain = last_logits(net, tokens, lengths)
     compiling.use_decode_kernels(net)
     assert "model.Attention.forward" not in [kernel.kernel.name for f in registry.used for kernel in f.kernels]

@@ -16,16 +16,19 @@ from ladder.errors import InputError
 from ladder.kernels import compilers, compiling, cuda_graphs, registry
 from ladder.progress import progress
 
-BUCKET, CUDA = 4, torch.device("cuda")
+BUCKET = 4
+CUDA = torch.device("cuda")
 SETTINGS = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 12, "conv_width": 4}
 LINEAR = {"norm": "rms+1", "linear": {"layers": (0, 2), **SETTINGS}}
 
 
 def pretended(net, cache, monkeypatch):
     """(a runner that says it is on a GPU, the list of its passes and of what is read from it)."""
-    events, runner = [], Runner(net, cache)
+    events = []
+    runner = Runner(net, cache)
     runner.device, runner.lengths = CUDA, []  # lengths: of the cache, which the passes read
-    last_tokens, pad = batch.last_tokens, batch.pad
+    last_tokens = batch.last_tokens
+    pad = batch.pad
 
     def decode(tokens, positions, cache, cache_length):
         events.append("pass")
@@ -60,14 +63,16 @@ def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature
     (1, 1, {}), (4, 1, {}), (6, 23, {}), (3, 3, {}), (3, 3, LINEAR),
 ])  # fmt: skip
 def test_the_cache_is_read_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, changes, monkeypatch):
-    net, prompts = random_model(change(BASE, **changes)), [[1] * prompt]
+    net = random_model(change(BASE, **changes))
+    prompts = [[1] * prompt]
     runner, _ = pretended(net, None, monkeypatch)
     runner.cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 1, prompt + new)
     compiling.warm_up(runner, prompts, new, Sampler(0))
     warm = {*runner.lengths}
     runner.lengths.clear()
     generate(runner, prompts, new, Sampler(0))
-    slots, least = runner.cache[1][0].shape[2], BUCKET * -(-(prompt + 1) // BUCKET)
+    slots = runner.cache[1][0].shape[2]
+    least = BUCKET * -(-(prompt + 1) // BUCKET)
     assert slots % BUCKET == 1 and 0 <= slots - 1 - prompt - new < BUCKET
     assert all(length < slots and length % BUCKET == 0 for length in warm)
     assert warm >= {*runner.lengths} and max(warm) <= runner.cache_length(max([*runner.lengths, least]) + 1)
@@ -112,7 +117,8 @@ def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkey
         cache[0][0].add_(1)
         return 100 * tokens + 10 * positions + cache_length
 
-    (graphs, captures), seen = recorded(monkeypatch, step), {}
+    graphs, captures = recorded(monkeypatch, step)
+    seen = {}
     state = torch.zeros(1)  # of linear attention: each call is one step of it, that of a capture too
     progress.at("decode step", 1)
     calls = (1, 1, 256), (2, 1, 256), (3, 2, 256), (4, 1, 512), (5, 2, 256), (6, 1, 256)
@@ -129,8 +135,10 @@ def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkey
 @pytest.mark.parametrize("temperature, top_k", [(0, None), (0.8, None), (0.8, 5)])
 def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, monkeypatch):
     """Also where captures come while a generation runs; afterwards a second generation captures nothing."""
-    net, prompts = random_model(BASE), [[3, 1, 4], [9]]
-    plain, samples = Runner(net, make_cache(net, 2, 30)), [Sampler(temperature, top_k) for _ in "ab"]
+    net = random_model(BASE)
+    prompts = [[3, 1, 4], [9]]
+    plain = Runner(net, make_cache(net, 2, 30))
+    samples = [Sampler(temperature, top_k) for _ in "ab"]
     expected = generate(plain, prompts, 20, samples[0]).rows
     runner = capturing(net, monkeypatch)
     compiling.warm_up(runner, prompts, 1, samples[1])
@@ -145,7 +153,9 @@ def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, 
 def test_no_graph_holds_a_sample_that_was_edited(temperature, monkeypatch):
     """What it does in Python would run only in the capture; when the edit is undone, the graphs from before serve."""
 
-    net, prompts, sampler = random_model(BASE), [[3, 1, 4], [9]], Sampler(temperature)
+    net = random_model(BASE)
+    prompts = [[3, 1, 4], [9]]
+    sampler = Sampler(temperature)
     with monkeypatch.context() as patch:
         patch.setattr(generate_module, "sample", second_best)
         expected = generate(Runner(net, make_cache(net, 2, 30)), prompts, 20, sampler).rows

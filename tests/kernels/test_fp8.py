@@ -36,7 +36,8 @@ def test_weights_are_the_nearest_numbers_of_e4m3():
     assert q.dtype == torch.float8_e4m3fn and scales.dtype == torch.bfloat16 and scales.shape == (30, 1)
     assert torch.equal(q.double(), q.view(torch.uint8).double().apply_(
         lambda bits: e4m3_value(int(bits))))  # fmt: skip
-    exact, s = w.double(), scales.double()
+    exact = w.double()
+    s = scales.double()
     nearest = (E4M3_VALUES * s[..., None] - exact[..., None]).abs().amin(-1)
     assert ((q.double() * s - exact).abs() <= nearest + 1e-6 * exact.abs()).all() and (q[3].double() == 0).all()
     assert (q.double().abs().amax(1)[[0, 1, 2, 4]] >= 416).all()  # the range is used
@@ -65,7 +66,8 @@ def test_a_product_is_that_of_scaled_tokens(bias, monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_kernel_of_a_gpu_computes_the_same(bias, monkeypatch):
     """PyTorch's, which also has a form for CPUs; not where shape or GPU do not fit."""
-    linear, odd = make_linear(48, 64, bias), make_linear(40, 64)
+    linear = make_linear(48, 64, bias)
+    odd = make_linear(40, 64)
     for capability, used in ((8, 6), False), ((8, 9), True):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         x = randn(3, 7, 64, seed=2).bfloat16()
@@ -88,7 +90,8 @@ def test_a_model_computes_what_its_weights_say_but_for_rounded_activations(chang
     config = dataclasses.replace(CONFIG, **changes)
     net = shard(config, None, dtype, quantized_state(config))
     registry.use(quant_kernels.KERNELS["cpu"])
-    exact, logits = torch.stack(expected_logits(config)), last_logits(net, *unequal_rows(config))
+    exact = torch.stack(expected_logits(config))
+    logits = last_logits(net, *unequal_rows(config))
     assert (logits.double() - exact).norm() < 0.08 * exact.norm()
     assert (logits[0].double() - exact[1]).norm() > 0.5 * exact[1].norm()  # another row's are far
 

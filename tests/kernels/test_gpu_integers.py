@@ -92,7 +92,8 @@ def test_integers_of_8_bits_are_read_as_stored():
     ("", "cuda", "bfloat16", False),
 ])  # fmt: skip
 def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, dtype, used, monkeypatch):
-    config, calls = named_size(f"1b:1:{quant}" if quant else "1b:1"), []
+    config = named_size(f"1b:1:{quant}" if quant else "1b:1")
+    calls = []
     linear = quant_linear.QuantLinear((8, 128), quant, 64)
     loaded = types.SimpleNamespace(config=config, dtype=checkpoint.DTYPES[dtype], modules=lambda: [loaded, linear])
     monkeypatch.setattr(random_weights, "RandomWeights", lambda *_: None)

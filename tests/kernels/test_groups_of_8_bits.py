@@ -86,7 +86,8 @@ def test_for_many_rows_they_become_the_same_floats(bounds, threads):
     for N, K, size in (*SHAPES, (300, 2048, 16)):
         for has_zeros, dtype in (True, torch.float16), (False, torch.bfloat16):
             matrix = in_groups(N, K, size, bounds, has_zeros, dtype)
-            exact, (weight, bits) = in_float64(*matrix), packed(*matrix)
+            exact = in_float64(*matrix)
+            weight, bits = packed(*matrix)
             with torch.inference_mode():
                 w = torch.ops.ladder.many_rows_int(torch.eye(K).bfloat16(), weight, N, K, bits).T
             check_rounded(w, exact, 1e-6)
@@ -102,18 +103,25 @@ KINDS = {  # w1, w3, w2 of a feed-forward: columns of a group and bounds, "int4"
 @pytest.mark.parametrize("name", KINDS)
 def test_a_feed_forward_of_several_forms_is_its_three_products(name):
     skinny_gemm.build()
-    N, K, arguments, matrices, bits = 96, 160, [], [], []
+    N = 96
+    K = 160
+    arguments = []
+    matrices = []
+    bits = []
     for seed, (kind, rows, columns) in enumerate(zip(KINDS[name], (N, N, K), (K, K, N), strict=True)):
         if kind == "bfloat16":
-            w, form = randn_bf16(rows, columns), 16
+            w = randn_bf16(rows, columns)
+            form = 16
             exact = w.double()
         elif kind == "int4":
             q, scales, zeros = in_groups(rows, columns, 32, (0, 15), seed=seed)
             exact = in_float64(q, scales, zeros)
-            w, form = skinny_gemm.pack(q[:, ::2].byte() | q[:, 1::2].byte() << 4, scales, zeros), 4
+            w = skinny_gemm.pack(q[:, ::2].byte() | q[:, 1::2].byte() << 4, scales, zeros)
+            form = 4
         else:
             matrix = in_groups(rows, columns, *kind, seed=seed)
-            exact, (w, form) = in_float64(*matrix), packed(*matrix)
+            exact = in_float64(*matrix)
+            w, form = packed(*matrix)
         arguments.append(w)
         matrices.append(exact)
         bits.append(form)

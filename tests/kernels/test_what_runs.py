@@ -121,7 +121,8 @@ def test_each_function_that_is_replaced_runs_as_it_does_without_kernels(quant, o
     net = load(quant, **own)
     called = set()
     for name, (scope, attribute) in FUNCTIONS.items():
-        original, calls = vars(scope)[attribute], []
+        original = vars(scope)[attribute]
+        calls = []
 
         def replacement(*args, original=original, calls=calls, **kwargs):
             calls.append(1)
@@ -131,7 +132,8 @@ def test_each_function_that_is_replaced_runs_as_it_does_without_kernels(quant, o
             m.setattr(scope, attribute, replacement)
             with plain_only():
                 plain = logits(net)
-            expected, calls[:] = len(calls), []
+            expected = len(calls)
+            calls[:] = []
             edited = logits(net)
             assert len(calls) == expected, f"{name} is called {len(calls)} times, not {expected}"
             assert (edited - plain).norm() < 0.05 * plain.norm(), name
@@ -187,7 +189,8 @@ class Lora(nn.Module):
     def __init__(self, linear, features_in, features_out):
         super().__init__()
         generator = seeded(0)
-        self.base, self.out_features = linear, features_out
+        self.base = linear
+        self.out_features = features_out
         self.a = nn.Parameter(0.5 * torch.randn(4, features_in, generator=generator).to(torch.bfloat16))
         self.b = nn.Parameter(0.5 * torch.randn(features_out, 4, generator=generator).to(torch.bfloat16))
 
@@ -367,7 +370,8 @@ MODULE_EDITS["a bias that is pruned"] = prune_bias
 
 @pytest.mark.parametrize("kind", ["hook", "pre_hook"])
 def test_hooks_of_all_modules_are_called(kind):
-    net, seen = load(), []
+    net = load()
+    seen = []
     register = getattr(torch.nn.modules.module, f"register_module_forward_{kind}")
     handle = register(lambda module, *_: seen.append(module))
     try:
@@ -390,7 +394,8 @@ def check_attention(net, x, metadata, make_cache):
 
 def test_what_a_kernel_does_not_know_and_does_not_check_runs_as_written(capsys):
     """A cache in another order of its dimensions, none of the rope, and a pass of fewer rows than the cache."""
-    net, x = load(n_kv_heads=2), torch.randn(1, 2, 64).bfloat16()
+    net = load(n_kv_heads=2)
+    x = torch.randn(1, 2, 64).bfloat16()
     metadata = attention_inputs.attention_metadata(net, torch.tensor([[2, 3]]), torch.arange(5))
     other = tuple(torch.zeros(1, 6, 2, 64).bfloat16().transpose(1, 2) for _ in "kv")
     for cache, changes in (other, {}), (net.new_cache(1, 6)[0], {"rope": None}), (net.new_cache(1, 6)[0], {}):
@@ -441,7 +446,8 @@ def test_other_weights_of_a_functional_call_are_used():
 
 
 def test_a_subclass_with_another_helper_is_not_taken_for_its_parent():
-    net, x = load(n_kv_heads=1), torch.randn(1, 1, 64).bfloat16()
+    net = load(n_kv_heads=1)
+    x = torch.randn(1, 1, 64).bfloat16()
     metadata = attention_inputs.attention_metadata(net, torch.tensor([[3]]), torch.arange(5))
     count_otherwise(net)
     with counted_kernels() as counts, torch.inference_mode():
@@ -451,7 +457,8 @@ def test_a_subclass_with_another_helper_is_not_taken_for_its_parent():
 
 def test_a_mask_of_ones_own_is_used():
     """One that lets tokens see later ones, and one with gaps."""
-    net, x = load(), randn(2, 3, 64).bfloat16()
+    net = load()
+    x = randn(2, 3, 64).bfloat16()
     metadata = attention_inputs.attention_metadata(net, torch.tensor([[2, 3, 4], [0, 1, 2]]), torch.arange(5))
     gaps = metadata.mask & (torch.arange(5) != 1)
     gaps[1, 1, 1] = True
@@ -472,7 +479,8 @@ def test_a_hook_that_would_never_run_is_refused():
 
 def counted_calls(world, owner, attribute, compile, comm):
     """How often a replaced function of the collectives is called in one decode step, and the logits."""
-    net, calls = load(world=world), []
+    net = load(world=world)
+    calls = []
     original = vars(owner)[attribute]
 
     def replacement(self, *args, **kwargs):
@@ -514,7 +522,8 @@ def test_edits_take_effect_in_compiled_code(edit, name):
 @pytest.mark.slow
 def test_a_runner_compiles_anew_what_was_edited_after_its_steps(capsys):
     """In the second generation of one Runner, whose first one skips all guards."""
-    net, prompts = load(), [[5, 6, 7], [8]]
+    net = load()
+    prompts = [[5, 6, 7], [8]]
     runner = generate.Runner(net, net.new_cache(2, 12), compile=True)
     sample = Sampler(0)
     first = generate.generate(runner, prompts, 5, sample).rows
@@ -532,9 +541,11 @@ def test_a_runner_compiles_anew_what_was_edited_after_its_steps(capsys):
 @pytest.mark.slow
 def test_a_runner_compiles_anew_after_each_of_several_edits_from_a_notebook(monkeypatch):
     """Their functions are in no file. Without an edit nothing is compiled again."""
-    net, prompts = load("float32"), [[5, 6, 7], [8]]
+    net = load("float32")
+    prompts = [[5, 6, 7], [8]]
     runner = generate.Runner(net, net.new_cache(2, 12), compile=True)
-    plain, rows = model.mlp_sublayer, [generate.generate(runner, prompts, 5, Sampler(0)).rows]
+    plain = model.mlp_sublayer
+    rows = [generate.generate(runner, prompts, 5, Sampler(0)).rows]
     for source in "lambda *a: -3 * plain(*a)", "lambda *a: plain(*a).abs()":
         monkeypatch.setattr(model, "mlp_sublayer", eval(source, {"plain": plain}))
         with runner.passes.unguarded():
@@ -650,11 +661,13 @@ HOW = [{}, pytest.param({"compile": True}, marks=pytest.mark.slow)]
 @pytest.mark.parametrize("wiring", ["standard", "ladder", "pair-ladder", "spd", "delayed"])
 def test_a_sublayer_that_is_replaced_in_model_runs_in_a_loaded_model(wiring, how, monkeypatch):
     """Half of each MLP is what half of w2 makes."""
-    net, twin = load("float32", wiring=wiring), load("float32", wiring=wiring)
+    net = load("float32", wiring=wiring)
+    twin = load("float32", wiring=wiring)
     before = logits(net, **how)
     for block in twin.layers:
         block.feed_forward.w2.weight.data *= 0.5
-    halved_w2, plain = logits(twin), model.mlp_sublayer
+    halved_w2 = logits(twin)
+    plain = model.mlp_sublayer
     monkeypatch.setattr(model, "mlp_sublayer", lambda *arguments: 0.5 * plain(*arguments))
     after = logits(net, **how)
     assert (after - halved_w2).abs().max() < 1e-4 * after.abs().max()
@@ -716,7 +729,9 @@ def test_a_decorated_sublayer_or_loop_runs_as_it_is(monkeypatch):
 @pytest.mark.parametrize("changes", [{}, {"postnorm": {}}], ids=str)
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])
 def test_an_edit_of_settle_runs_for_each_sublayer(wiring, changes, monkeypatch):
-    net, plain, calls = load("float32", wiring=wiring, **changes), model.Collectives.settle, []
+    net = load("float32", wiring=wiring, **changes)
+    plain = model.Collectives.settle
+    calls = []
 
     def counted(self, x, pending, newer=()):
         calls.append(x)
@@ -732,7 +747,8 @@ def test_a_loop_that_is_replaced_in_model_runs_in_a_loaded_model(wiring, monkeyp
     """This one leaves the first sublayer out."""
     mixture = {"n_experts": 4, "experts_per_token": 2, "expert_size": 16} if wiring == "farskip" else None
     net = load("float32", wiring=wiring, mixture=mixture)
-    before, plain = logits(net), model.residual_loop
+    before = logits(net)
+    plain = model.residual_loop
     monkeypatch.setattr(model, "residual_loop", lambda x, sublayers, *rest: plain(x, sublayers[1:], *rest))
     after = logits(net)
     assert (after - before).abs().max() > 0.1 * before.abs().max()

@@ -65,7 +65,9 @@ def test_a_lane_on_each_rank_is_a_transformer(shares, alone):
 
 def test_ranks_with_more_lanes_are_not_taken_for_having_come_further(monkeypatch):
     """Nor while they load them: if one hangs then, it is the one to name."""
-    config, beats, seen = dataclasses.replace(BASE, wiring="spd/4"), [progress.beats], []
+    config = dataclasses.replace(BASE, wiring="spd/4")
+    beats = [progress.beats]
+    seen = []
     monkeypatch.setattr(StateWeights, "read", lambda own, name: seen.append(progress.beats) or own.state[name])
     for rank in 0, 1:
         load_lanes(config, StateWeights(random_model(config).state_dict()), torch.float32, "cpu", rank, (3, 1))
@@ -87,8 +89,10 @@ def test_lanes_of_integers_compute_what_their_numbers_say(config):
 
 
 def test_what_counts_bytes_and_serves_rows_finds_the_attentions_of_all_lanes():
-    net, one = shard(dataclasses.replace(BASE, wiring="spd/2")), random_model(BASE)
-    cache, cache_of_one = net.new_cache(2, 9), one.new_cache(2, 9)
+    net = shard(dataclasses.replace(BASE, wiring="spd/2"))
+    one = random_model(BASE)
+    cache = net.new_cache(2, 9)
+    cache_of_one = one.new_cache(2, 9)
     assert len(net.attentions) == len(cache) == 2 * len(cache_of_one)
     read = [step_bytes(model, c, 3) - step_bytes(model, c, 0) for model, c in ((net, cache), (one, cache_of_one))]
     assert read[0] == read[1] > 0

@@ -46,7 +46,8 @@ def numbers(rank, count, dtype, seed=0):
 def check_sum(result, ranks, seed=0):
     """result: a sum of numbers(), in float32 or better, rounded once at its end."""
     terms = [numbers(rank, len(result), result.dtype, seed).double() for rank in range(ranks)]
-    exact, size = sum(terms), sum(term.abs() for term in terms)
+    exact = sum(terms)
+    size = sum(term.abs() for term in terms)
     last = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24, torch.float64: 2**-53}
     allowed = last.get(result.dtype, 0) * exact.abs()
     allowed += ranks * size * (2**-53 if result.dtype == torch.float64 else 2**-24)
@@ -80,9 +81,11 @@ def sum_and_gather(world, name):
 def send_at_random(world, name):
     """Several messages at a time, more bytes than may be; each rank sleeps and waits when it likes, or never."""
     shared, own = random.Random(7), random.Random(world.rank)  # what is sent is the same on all ranks
-    pending, ranks = [], world.tp_size
+    pending = []
+    ranks = world.tp_size
     for i in range(300):
-        size, dtype = shared.choice([1, 3, 64, 200, 900]), shared.choice(DTYPES[::2])
+        size = shared.choice([1, 3, 64, 200, 900])
+        dtype = shared.choice(DTYPES[::2])
         x = numbers(world.rank, size, dtype, i)
         gather = shared.random() < 0.2
         if gather:
@@ -135,7 +138,8 @@ def connect_without(world):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    messages, printed = [], io.StringIO()
+    messages = []
+    printed = io.StringIO()
     for rank, name in (0, "create"), (1, "open_file"), (2, "build"):
         with pytest.MonkeyPatch.context() as m, contextlib.redirect_stderr(printed):
             if world.rank == rank:
@@ -169,15 +173,18 @@ def test_another_processs_file_is_not_taken_for_the_memory():
 
 def sum_over_a_link(world):
     """Seconds of two sums of 3 ms that are under way at once, and of a gather of 4000 bytes at 1 us each."""
-    slow, inner = link.Link("x", 3000.0, None), shared_memory.connect(world, SLOTS, SLOT)
+    slow = link.Link("x", 3000.0, None)
+    inner = shared_memory.connect(world, SLOTS, SLOT)
     group = link.LinkedGroup(inner, slow, world.rank, 2, world.device)
-    start, ends = time.perf_counter(), []
+    start = time.perf_counter()
+    ends = []
     sums = [OPS.all_reduce(numbers(world.rank, 100, torch.bfloat16, i), "sum", group.group_name) for i in range(2)]
     for i, pending in enumerate(sums):
         check_sum(OPS.wait_tensor(pending), 2, i)
         ends.append(time.perf_counter() - start)
     group.set_link(link.Link("x", 0.0, 8e-3))
-    x, start = torch.full((1000,), float(world.rank)), time.perf_counter()
+    x = torch.full((1000,), float(world.rank))
+    start = time.perf_counter()
     whole = torch.ops.ladder.gather(x, 2, group.group_name)
     assert torch.equal(whole, torch.tensor([[0.0], [1.0]]).expand(2, 1000))
     return [*ends, time.perf_counter() - start]
@@ -199,7 +206,8 @@ def start_ranks(ranks, source, local, **environment):
     processes = []
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local), "GROUP_RANK": str(rank // local)}
-        pipes, env = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, {**os.environ, **environment, **own}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        env = {**os.environ, **environment, **own}
         processes.append(subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, text=True, env=env, **pipes))
     return processes
 
@@ -278,16 +286,20 @@ def pretended(monkeypatch):
 
 
 def test_one_shot_sums_run_on_a_stream_of_their_own_from_start_to_wait(pretended):
-    (group, seen), x, y = pretended, torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+    group, seen = pretended
+    x = torch.randn(2, 1, 8)
+    y = torch.randn(2, 1, 8)
     with torch.inference_mode():
         first, second = (OPS.all_reduce(t, "sum", group.group_name) for t in (x, y))
         sums = OPS.wait_tensor(first), OPS.wait_tensor(second)
     assert torch.equal(sums[0], 2 * x) and torch.equal(sums[1], 2 * y)
-    inside, after = [call.inside(seen.own), call.inside().__enter__()], call.inside().__exit__(None, None, None)
+    inside = [call.inside(seen.own), call.inside().__enter__()]
+    after = call.inside().__exit__(None, None, None)
     start = [call.own.wait_stream(seen.main), *inside, call.one_shot("sum", "nccl"), call.own.record_event(), after]
     assert seen.mock_calls == [*start, *start, call.main.wait_event(0), call.main.wait_event(1)]
     x = torch.ones(4)
-    work, reference = group.allreduce([x]), weakref.ref(x)
+    work = group.allreduce([x])
+    reference = weakref.ref(x)
     del x
     assert reference() is not None  # until the wait
     work.wait()

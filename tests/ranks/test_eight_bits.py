@@ -45,7 +45,9 @@ def size_by_group(x, parts):
 
 def check_sum(result, partials):
     """Compare a sum (n) of partials (tp_size, n) with float64, within the bound of eight_bits.py."""
-    exact, tp_size, total = partials.double().sum(0), len(partials), result.double()
+    exact = partials.double().sum(0)
+    tp_size = len(partials)
+    total = result.double()
     parts = 1 if tp_size == 2 else tp_size
     allowed = sum(size_by_group(partial.double(), parts) for partial in partials) / 253
     if tp_size > 2:
@@ -63,7 +65,8 @@ def numbers(rank, count, dtype, scale):
 
 
 def sum_numbers(world):
-    sums, ranks = [], range(world.tp_size)
+    sums = []
+    ranks = range(world.tp_size)
     cases = [(dtype, n, scale) for dtype, scales in SCALES.items() for n in SIZES for scale in scales]
     pending = [OPS.all_reduce(numbers(world.rank, n, dtype, s), "sum", world.group.group_name) for dtype, n, s in cases]
     for started, (dtype, n, scale) in zip(pending, cases, strict=True):
@@ -74,7 +77,8 @@ def sum_numbers(world):
 
 def others(world):
     """What is exact, or no number."""
-    name, n = world.group.group_name, world.tp_size
+    name = world.group.group_name
+    n = world.tp_size
     for dtype in torch.int32, torch.int64, torch.float64:
         x = 1000 + 1001 * torch.arange(70, dtype=dtype) + world.rank
         assert torch.equal(OPS.wait_tensor(OPS.all_reduce(x, "sum", name)), x * n + sum(range(n)) - n * world.rank)
@@ -129,7 +133,8 @@ def recorded_logits(world, config):
     """(logits, whether each sum was exact) of a rank's shard, whose sums are checked."""
     net = shard(config, world)
     net.comm = Recorder(config, world.shares, world.group)
-    logits, exact = last_logits(net, *unequal_rows(config)), []
+    logits = last_logits(net, *unequal_rows(config))
+    exact = []
     for partial, total in zip(net.comm.partials, net.comm.sums, strict=True):
         partials = [torch.empty_like(partial) for _ in range(world.tp_size)]
         dist.all_gather(partials, partial, world.dist_group)
@@ -177,7 +182,8 @@ def test_compiled_ranks_sum_alike(ranks):
 
 def seconds_of_a_sum(world):
     slow = link.Link("x", 0.0, 8e-3)  # a byte in a microsecond
-    group, sent = link.LinkedGroup(world.group, slow, world.rank, 2, world.device), []
+    group = link.LinkedGroup(world.group, slow, world.rank, 2, world.device)
+    sent = []
     group._send = lambda n_bytes, passes=2: sent.append(n_bytes) or (lambda: None)
     for dtype in torch.bfloat16, torch.float32, torch.int32:
         OPS.wait_tensor(OPS.all_reduce(torch.ones(64, dtype=dtype), "sum", group.group_name))

@@ -109,7 +109,9 @@ class End(NamedTuple):
 
 def run(words, ranks, rank, folder, fault=None, change=""):
     """Return the End of a command on ranks, of which one meets a fault (phase, kind), or is started with a change."""
-    mark, note, logs = f"{os.getpid()}-{time.monotonic_ns()}", folder / "note", folder / "logs"
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    note = folder / "note"
+    logs = folder / "logs"
     phase, kind = fault or (None, None)
     environment = os.environ | {
         MARK: mark, "LADDER_TIMEOUT": str(TIMEOUT if kind in STALLS else 60), "PYTHONPATH": str(ROOT),
@@ -150,7 +152,8 @@ def test_a_fault_ends_all_soon_with_one_line_that_names_it(phase, kind, rank, ra
     script, module, *_, in_words = PHASES[phase]
     pytest.importorskip(module)
     end = run(COMMANDS[script].format(**files, out=tmp_path / "out") + flags, ranks, rank, tmp_path, (phase, kind))
-    to_all, stopped_in_join = " " in kind, (phase, kind) == ("join", "SIGSTOP")
+    to_all = " " in kind
+    stopped_in_join = (phase, kind) == ("join", "SIGSTOP")
     assert len(end.lines) == 1 and end.code != 0, end
     assert end.seconds <= (TIMEOUT + SLOW if kind in STALLS else SOON) + (IMPORTS + 30) * stopped_in_join, end
     assert end.tracebacks == (kind == "exception") or (phase, to_all) == ("join", True), end

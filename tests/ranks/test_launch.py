@@ -385,7 +385,8 @@ def test_one_rank_prints_the_help(monkeypatch, capsys):
 
 
 def test_each_difference_is_named():
-    world, own = JoinedWorld(0, 3, torch.device("cpu")), {"the script": "x.py", "--seed": "1"}
+    world = JoinedWorld(0, 3, torch.device("cpu"))
+    own = {"the script": "x.py", "--seed": "1"}
     world.gather = lambda value: [own] * 3
     world.agree(own)
     world.gather = lambda value: [own, own, {"the script": "x.py", "--prompt": "x" * 100}]

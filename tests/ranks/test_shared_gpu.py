@@ -43,7 +43,8 @@ def test_ranks_that_name_a_gpu_share_it(shared):
 
 @pytest.mark.parametrize("version, nccl", [((2, 29, 7), False), ((2, 30, 0), True), ((2, 31, 1), True)])
 def test_nccl_connects_ranks_that_share_a_gpu_if_it_can(version, nccl, shared, monkeypatch, capsys):
-    world, made = shared(), []
+    world = shared()
+    made = []
     world.rank = 0
     monkeypatch.undo()
     monkeypatch.setattr(shared_gpu, "nccl_version", lambda: version)
@@ -103,7 +104,8 @@ def test_an_eager_step_that_cannot_be_captured_runs_without_a_graph(is_eager, mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 2))
     net = random_model(BASE)
     graphs = cuda_graphs.Graphs(net, None if is_eager else compiling._compiling)
-    tokens, positions = torch.tensor([[3], [4]]), torch.tensor([[0], [0]])
+    tokens = torch.tensor([[3], [4]])
+    positions = torch.tensor([[0], [0]])
     if not is_eager:
         with pytest.raises(RuntimeError, match="not permitted"):
             graphs(tokens, positions, make_cache(net, 2, 4), 3)

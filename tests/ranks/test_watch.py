@@ -206,7 +206,8 @@ def test_a_rank_that_does_not_start_and_a_store_that_does_not_answer_end_the_run
 
 
 def test_a_rank_whose_main_thread_cannot_end_it_is_ended_by_its_watch(monkeypatch):
-    w, calls = Alone(), []
+    w = Alone()
+    calls = []
     monkeypatch.setattr(ending, "leave", calls.append)
     monkeypatch.setattr(watch, "GRACE", 0)
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace(memory_abandon=lambda: calls.append("abandon")))

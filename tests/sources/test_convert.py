@@ -108,7 +108,8 @@ def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     norm_eps = theirs.layer_norm_eps if family == "stablelm" else theirs.rms_norm_eps
     assert (ours.norm_eps, ours.rope_theta) == (norm_eps, rope["rope_theta"])
-    part, latent = rope.get("partial_rotary_factor", 1.0), getattr(theirs, "qk_rope_head_dim", None)
+    part = rope.get("partial_rotary_factor", 1.0)
+    latent = getattr(theirs, "qk_rope_head_dim", None)
     assert ours.rotary_dim == (latent or (None if part == 1.0 else int(ours.head_dim * part)))
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
@@ -185,7 +186,8 @@ def test_yarn_and_linear_factors_extend_the_context(tmp_path, hf_folder, capsys)
         assert (line in capsys.readouterr().out) == said
 
 
-LONG_YARN, THETA = {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "default", "rope_theta": 1e6}
+LONG_YARN = {"rope_type": "yarn", "factor": 4.0}
+THETA = {"rope_type": "default", "rope_theta": 1e6}
 TWO_PLACES = [  # what a config.json says of rope, and rope_theta with the kind of scaling, or what the refusal says
     ({"rope_parameters": THETA, "rope_scaling": LONG_YARN}, (1e6, "beta_fast")),
     ({"rope_parameters": THETA, "rope_scaling": {"type": "linear", "factor": 2.0}}, (1e6, "factor")),
@@ -388,7 +390,8 @@ def test_a_wrong_value_is_told_by_its_own_key(family, tmp_path):
     """And neither by a field of our Config nor by an error of Python's."""
     class_name, changes = HF_FAMILIES[family]
     config = getattr(transformers, class_name)(**copy.deepcopy({**SMALL, **changes})).to_dict()
-    good, path = json.loads(json.dumps(config)), tmp_path / "config.json"
+    good = json.loads(json.dumps(config))
+    path = tmp_path / "config.json"
     ours = {field.name for field in dataclasses.fields(checkpoint.Config)} - config_values.KIND_OF.keys()
     for part, key in places(good):
         value = part[key]
@@ -402,7 +405,8 @@ def test_a_wrong_value_is_told_by_its_own_key(family, tmp_path):
         part[key] = value
 
 
-UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
+UP = "model.layers.1.mlp.up_proj.weight"
+BIAS = "model.layers.0.self_attn.q_proj.bias"
 
 
 def lose_a_shard(folder):

@@ -21,7 +21,8 @@ from ladder.text import tiktoken_ranks
 from ladder.text.tokenizer import load_tokenizer
 from model import Config, Transformer
 
-DEMO, TEXT = ROOT / "demo", "Once upon a time\n\tthere were 12 (twelve) little dogs. Zwölf? 十二! \x00 \ufffd <|eot|>"
+DEMO = ROOT / "demo"
+TEXT = "Once upon a time\n\tthere were 12 (twelve) little dogs. Zwölf? 十二! \x00 \ufffd <|eot|>"
 TINY = Config(2, 4, 2, 8, 32, 48, 60, 64, bos_id=1, eos_ids=(2,), wiring="spd:1/2")
 TINY = change(TINY, heads={"nope_layers": (0,), "qk_norm": True})
 

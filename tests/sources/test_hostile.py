@@ -67,9 +67,12 @@ def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp
 
 
 def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path):
-    weights, size = tmp_path / "model.safetensors", 30 * 2**20
+    weights = tmp_path / "model.safetensors"
+    size = 30 * 2**20
     save_file({"a": torch.zeros(size, dtype=torch.uint8)}, weights, {"long": "a" * 2**21})
-    before, data, changed = digest(tmp_path), weights.read_bytes(), b"\1" * (size // 1000)
+    before = digest(tmp_path)
+    data = weights.read_bytes()
+    changed = b"\1" * (size // 1000)
     unsampled = 50 * (len(data) // 1024) + 5000  # after 1 MB
     for at, new in (20, b"b"), (unsampled, b"b"), (size // 3, changed), (len(data) - len(changed), changed):
         weights.write_bytes(data[:at] + new + data[at + len(new) :])

@@ -17,7 +17,8 @@ LLAMA2C = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "ro
 def write_llama2c(path, tied):
     """Write a llama2.c legacy file, whose rotary embeddings turn neighbours; returns transformers' model of it."""
     theirs = hf_model(("LlamaConfig", {**LLAMA2C, "tie_word_embeddings": tied}))
-    state, c = theirs.state_dict(), theirs.config
+    state = theirs.state_dict()
+    c = theirs.config
 
     def rows(tensor):  # (i, i + H/2) as neighbours
         return tensor.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)

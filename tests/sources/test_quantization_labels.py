@@ -16,7 +16,9 @@ from ladder.errors import InputError
 from ladder.sources.matrices import Fp8, Integers, to_floats
 from ladder.sources.quantized_formats import METHODS, dequantizing
 
-N, K, GROUP = 16, 192, 64
+N = 16
+K = 192
+GROUP = 64
 NAME = "model.layers.0.mlp.up_proj"
 
 
@@ -75,7 +77,8 @@ def size_of_group(group_size, count):
 
 
 def naive_gptq(t, c):
-    s, version = t["scales"], c.get("checkpoint_format", "gptq")
+    s = t["scales"]
+    version = c.get("checkpoint_format", "gptq")
     assert version in ("gptq", "gptq_v2") and s.shape[1] == N and s.is_floating_point() and s.itemsize > 1
     c = c | c.get("dynamic", {}).get(r"+:.*up_proj", {})
     bits = c["bits"]
@@ -87,7 +90,8 @@ def naive_gptq(t, c):
 
     def value(n, k):
         g = t["g_idx"][k].item() if "g_idx" in t else k // size
-        q, z = bits_at(t["qweight"][k // each, n], bits, k % each), bits_at(t["qzeros"][g, n // each], bits, n % each)
+        q = bits_at(t["qweight"][k // each, n], bits, k % each)
+        z = bits_at(t["qzeros"][g, n // each], bits, n % each)
         z = 2 ** (bits - 1) if c.get("sym") else (z + 1) % 2**bits if version == "gptq" else z
         return scale(s, g, n) * (q - z)
 
@@ -103,8 +107,10 @@ def naive_awq(t, c):
         of_words(t[name], N, 4, 1)
 
     def value(n, k):
-        nibble, g = order.index(n % 8), k // size
-        q, z = bits_at(t["qweight"][k, n // 8], 4, nibble), bits_at(t["qzeros"][g, n // 8], 4, nibble)
+        nibble = order.index(n % 8)
+        g = k // size
+        q = bits_at(t["qweight"][k, n // 8], 4, nibble)
+        z = bits_at(t["qzeros"][g, n // 8], 4, nibble)
         assert c["zero_point"] or z == 8
         return scale(s, g, n) * (q - z)
 
@@ -113,12 +119,10 @@ def naive_awq(t, c):
 
 def naive_packed(t, c):
     group = c["config_groups"]["group_0"]
-    w, s, bits, form = (
-        group["weights"],
-        t["weight_scale"],
-        group["weights"]["num_bits"],
-        group.get("format") or c["format"],
-    )
+    w = group["weights"]
+    s = t["weight_scale"]
+    bits = group["weights"]["num_bits"]
+    form = group.get("format") or c["format"]
     assert s.is_floating_point() and s.itemsize > 1
     assert form == "pack-quantized" and w["type"] == "int" and t["weight_shape"].tolist() == [N, K]
     of_words(t["weight_packed"], K, bits, 1)
@@ -126,7 +130,8 @@ def naive_packed(t, c):
     each = 32 // bits
 
     def value(n, k):
-        z, g = 2 ** (bits - 1), k // size
+        z = 2 ** (bits - 1)
+        g = k // size
         if "weight_zero_point" in t:
             of_words(t["weight_zero_point"], N, bits, 0)
             z = bits_at(t["weight_zero_point"][n // each, g], bits, n % each)
@@ -141,7 +146,8 @@ def naive_packed(t, c):
 def naive_scaled(t, c):
     groups = [group["weights"] for group in c.get("config_groups", {}).values()]
     name = next(name for name in ("weight_scale_inv", "weight_scale") if name in t)
-    w, s = t["weight"], t[name]
+    w = t["weight"]
+    s = t[name]
     blocks = [c.get("weight_block_size")] + [group.get("block_structure") for group in groups]
     blocks += [[1, group["group_size"]] for group in groups if group.get("group_size")]
     blocks = [block for block in blocks if block] + [[N, K], [1, K]]
@@ -367,7 +373,9 @@ def naive(dequantizer, tensors, settings):
 def test_a_changed_label_changes_the_matrix_or_is_refused(name, tensors_too):
     make, dequantizer = MATRICES[name]
     torch.manual_seed(0)
-    computed, refused, wrong = [], [], []
+    computed = []
+    refused = []
+    wrong = []
     all_changes = list(changes(*make()))
     _, _, unchanged = all_changes[0]
     for words, tensors, settings in all_changes:
@@ -389,7 +397,8 @@ def test_a_changed_label_changes_the_matrix_or_is_refused(name, tensors_too):
 
 def test_scales_of_a_cache_are_left_out_and_other_names_are_not():
     tensors, settings = one_scale()
-    source, right = Source(tensors), naive(naive_scaled, tensors, settings)
+    source = Source(tensors)
+    right = naive(naive_scaled, tensors, settings)
     for name in "k_scale", "v_scale", "q_scale", "kv_scale", "attn.k_scale", "k_zero_point":
         source.tensors[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
     source.tensors["model.layers.0.self_attn.x_scale"] = torch.ones(1)

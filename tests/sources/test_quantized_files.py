@@ -93,7 +93,8 @@ def test_formats_of_safetensors_folders(name, tmp_path, capsys):
 
 def check_e4m3(folder, theirs):
     """The same bytes, and scales as near as bfloat16 allows."""
-    stored, ours = load_file(folder / "hf" / "model.safetensors"), checkpoint.Weights(folder / "ours")
+    stored = load_file(folder / "hf" / "model.safetensors")
+    ours = checkpoint.Weights(folder / "ours")
     for name, module in ("attention.wo", "self_attn.o_proj"), ("feed_forward.w2", "mlp.down_proj"):
         q, scales = (ours.read(f"layers.1.{name}.{part}") for part in ("weight", "scales"))
         assert q.view(torch.uint8).equal(stored[f"model.layers.1.{module}.weight"].view(torch.uint8))
@@ -120,7 +121,8 @@ def test_blocks_of_e4m3_become_rows_and_the_line_says_what_that_changes(power_of
     check_parity(convert_hf(tmp_path, "float", "--to-float", "--dtype", "float32"), theirs)
     capsys.readouterr()
     convert_hf(tmp_path, "ours", "--dtype", "float32")
-    exact, ours = checkpoint.Weights(tmp_path / "float"), checkpoint.Weights(tmp_path / "ours")
+    exact = checkpoint.Weights(tmp_path / "float")
+    ours = checkpoint.Weights(tmp_path / "ours")
     squares = torch.zeros(2, dtype=torch.float64)
     for name in [name.removesuffix(".scales") for name in ours.names() if name.endswith(".scales")]:
         w, q, s = (weights.read(f"{name}.{part}").double()
@@ -151,7 +153,9 @@ def check_logits(name, source, theirs, tmp_path, bound):
 
 def check_integers(folder, theirs, integers):
     """The same integers, in the order of rows of wqkv, and scales and zeros as near as float16 allows."""
-    weights, H, G = checkpoint.Weights(folder), 64, 3
+    weights = checkpoint.Weights(folder)
+    H = 64
+    G = 3
     heads = [[("q", h * G + i) for i in range(G)] + [("k", h), ("v", h)] for h in range(2)]
     for layer in range(2):
         module = f"model.layers.{layer}.self_attn."
@@ -181,7 +185,8 @@ def test_larger_groups_become_several_of_the_smallest(tmp_path):
 
 
 def test_what_is_not_quantized_alike_everywhere_is_dequantized(tmp_path, capsys):
-    theirs, (make, settings, _) = model(), FORMATS["GPTQ"]
+    theirs = model()
+    make, settings, _ = FORMATS["GPTQ"]
     reordered = FORMATS["GPTQ, act-order"][0]
     write_quantized(
         tmp_path / "hf", theirs, lambda w, i: (reordered if len(w) == 384 and i < 9 else make)(w, i), settings
@@ -229,7 +234,8 @@ def put(twin, name, w):
         if not rest:
             twin.get_parameter(name).copy_(w)
             return
-        expert, kind = rest.split(".")[0], theirs[rest.split(".")[1]]
+        expert = rest.split(".")[0]
+        kind = theirs[rest.split(".")[1]]
         experts = twin.get_submodule(f"{prefix.replace('block_sparse_moe', 'mlp')}.experts")
         target = (experts.down_proj if kind == "down" else experts.gate_up_proj)[int(expert)]
         {"gate": target[: len(target) // 2], "up": target[len(target) // 2 :], "down": target}[kind].copy_(w)
@@ -279,7 +285,8 @@ def write_gguf(path, theirs, architecture, kind=Type.Q8_0, kinds=None, tokenizer
 
     kinds(name): the type of a matrix, if it is not `kind`.
     """
-    c, writer = theirs.config, gguf.GGUFWriter(path, architecture)
+    c = theirs.config
+    writer = gguf.GGUFWriter(path, architecture)
     rope = c.rope_parameters.get("full_attention", c.rope_parameters)
     absent = {"head_dim"} if architecture in ("granite", "phi3") else set()
     absent |= set() if architecture in ("gemma2", "gemma3", "olmo2") else {"sliding_window"}
@@ -396,7 +403,8 @@ def test_types_of_gguf(kind, tmp_path, capsys):
     theirs = hf_model(("LlamaConfig", {**SHAPE, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}))
     write_gguf(tmp_path / "m", theirs, "llama", Type[kind], lambda name: Type.Q8_0 if "lm_head" in name else None)
     check_parity(convert(tmp_path / "m", tmp_path / "float", "--to-float", "--dtype", "float32"), theirs)
-    said, ours = capsys.readouterr().out, convert(tmp_path / "m", tmp_path / "ours")
+    said = capsys.readouterr().out
+    ours = convert(tmp_path / "m", tmp_path / "ours")
     check_logits(f"GGUF {kind}", tmp_path / "m", theirs, tmp_path, 1e-3 if kind in ROUNDED else 1e-5)
     assert " of " not in said.split("dequantized to float32: ")[1].replace("all of", "").splitlines()[0]
     config = ours.config
@@ -536,7 +544,8 @@ def test_mxfp4_of_all_experts_together(tmp_path):
 
 
 Q = "model.layers.1.self_attn.q_proj."
-AWQ, GPTQ = FORMATS["AWQ"][1], FORMATS["GPTQ"][1]
+AWQ = FORMATS["AWQ"][1]
+GPTQ = FORMATS["GPTQ"][1]
 ASYMMETRIC = {"weights": {"symmetric": False}}
 
 
@@ -695,7 +704,8 @@ def spoil_tensors(draw, data):
     state = load(data)
     name = draw.choice(sorted(n for n in state if "_proj" in n))
     t = state[name]
-    small, whole = t.dtype.itemsize == 1, t.dim() == 2
+    small = t.dtype.itemsize == 1
+    whole = t.dim() == 2
     ways = [
         lambda: state.pop(name), lambda: t[: len(t) // 2] if t.dim() else t, lambda: t.T.contiguous() if whole else t,
         lambda: t.flatten(), lambda: t[:0] if small else t.sum(), lambda: torch.zeros(0), lambda: t.float(),
@@ -721,10 +731,13 @@ SPOILED = ["AWQ", "GPTQ", "GPTQ, act-order", "pack-quantized, asymmetric", "FP8,
 @pytest.mark.parametrize("number", range(len(SPOILED)))
 def test_changed_files_work_or_are_refused_in_one_line(number, tmp_path):
     """25 changes each: no other error, nothing half-written, and little memory."""
-    name, tiny = SPOILED[number], {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
-    theirs, (source, file) = model(**tiny, num_attention_heads=2, vocab_size=40), (tmp_path / "hf", "model.safetensors")
+    name = SPOILED[number]
+    tiny = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    theirs = model(**tiny, num_attention_heads=2, vocab_size=40)
+    source, file = (tmp_path / "hf", "model.safetensors")
     if name == "GGUF":
-        source, file = tmp_path / "m.gguf", "m.gguf"
+        source = tmp_path / "m.gguf"
+        file = "m.gguf"
         train = own_tokenizer(tmp_path, "smollm")[1] if number % 2 else None
         write_gguf(source, theirs, "llama", Type.Q4_1, tokenizer=train)
     else:
@@ -735,7 +748,8 @@ def test_changed_files_work_or_are_refused_in_one_line(number, tmp_path):
         else {file: source.read_bytes()}
     )
     peak_memory(reset=True)
-    before, refusals = peak_memory(), 0
+    before = peak_memory()
+    refusals = 0
     for i in range(25):
         draw = random.Random(100 * number + i)
         for f, data in files.items():

@@ -30,7 +30,8 @@ TEMPLATES = {
 def test_templates_that_are_refused(monkeypatch):
     monkeypatch.setattr(chat_template, "renderer", chat_template.Renderer())
     monkeypatch.setattr(chat_template.Renderer, "seconds", 0.3)
-    tokenizer, messages = Tokenizer(), [{"role": "user", "content": "hi"}]
+    tokenizer = Tokenizer()
+    messages = [{"role": "user", "content": "hi"}]
     for tokenizer.template, message in TEMPLATES.items():
         refused(re.escape(message), render, tokenizer, messages)
         tokenizer.template = "{{ messages[0]['content'] }}"  # also after a process was ended
@@ -39,7 +40,8 @@ def test_templates_that_are_refused(monkeypatch):
 
 def test_a_process_that_others_end_is_started_again_and_the_conversation_is_not_blamed(monkeypatch):
     monkeypatch.setattr(chat_template, "renderer", renderer := chat_template.Renderer())
-    tokenizer, messages = Tokenizer(), [{"role": "user", "content": "hi"}]
+    tokenizer = Tokenizer()
+    messages = [{"role": "user", "content": "hi"}]
     tokenizer.template = "{{ messages[0]['content'] }}"
     for number in signal.SIGKILL, signal.SIGTERM:
         assert render(tokenizer, messages) == "hi"

@@ -53,7 +53,8 @@ def write_sentencepiece(folder, model, mark, **more):
 
 def byte_level():
     model = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
     return model
 
 
@@ -87,12 +88,14 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS)
 def test_every_flag_is_as_in_transformers(path, most, sentencepiece_model, tmp_path):
     """Each pair of flags, or all combinations. most: how many are set at once."""
-    no_space, count = {"SentencePiece": "^ ", "SentencePiece, legacy": "^ |> "}.get(path, "(?!)"), 0
+    no_space = {"SentencePiece": "^ ", "SentencePiece, legacy": "^ |> "}.get(path, "(?!)")
+    count = 0
     combinations = [each for each in itertools.product((False, True), repeat=len(FLAGS)) if sum(each) <= most]
     for values in combinations:
         mark = token(MARK, **dict(zip(FLAGS, values, strict=True)))
         PATHS[path](tmp_path, sentencepiece_model, mark)
-        ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+        ours = load_tokenizer(tmp_path)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
         for text in TEXTS:
             if re.search(no_space, text):  # before a space transformers puts no other one, but SentencePiece does
                 continue
@@ -105,7 +108,8 @@ def test_every_flag_is_as_in_transformers(path, most, sentencepiece_model, tmp_p
     assert count > len(combinations) * len(TEXTS) and len(combinations) >= 16
 
 
-EXTRA, END = {"additional_special_tokens": [MARK]}, {"eos_token": MARK}
+EXTRA = {"additional_special_tokens": [MARK]}
+END = {"eos_token": MARK}
 PLACES = [  # flags of MARK in tokenizer.json, in added_tokens_decoder, and what else names it
     (None, {"special": False}, EXTRA), ({"special": False}, {"special": False}, EXTRA),
     ({"special": False}, None, EXTRA), ({"special": False}, {}, {}),
@@ -123,7 +127,8 @@ def test_flags_in_several_places_are_joined_as_in_transformers(own, other, named
     added = {} if other is None else {"added_tokens_decoder": {"256": token(MARK, **other)}}
     values = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **added}
     write_json(tmp_path / "tokenizer_config.json", values)
-    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     # transformers forgets no token that tokenizer.json calls special; from other files it prints such a token, too
     hides = not (own == {} and other == {"special": False})
     for text in TEXTS:
@@ -153,17 +158,16 @@ def test_types_of_gguf_are_flags(kind, special, architecture, name, space, sente
     for folder in "gguf", "settings":
         (tmp_path / folder).mkdir()
     write_gguf(tmp_path / "gguf", sentencepiece_model, kind, name, architecture, add_space_prefix=space)
-    ours, phi3 = load_tokenizer(tmp_path / "gguf"), "hi" in name or "phi" in architecture
+    ours = load_tokenizer(tmp_path / "gguf")
+    phi3 = "hi" in name or "phi" in architecture
     mark = token(MARK, special=special, rstrip=phi3)
     write_sentencepiece(tmp_path / "settings", sentencepiece_model, mark, legacy=True, add_prefix_space=space)
     values = read_json(tmp_path / "settings" / "tokenizer_config.json")
     for i in 2, SIZE + 1:
         values["added_tokens_decoder"][str(i)]["rstrip"] = phi3
     write_json(tmp_path / "settings" / "tokenizer_config.json", values)
-    theirs, peer = (
-        load_tokenizer(tmp_path / "settings"),
-        transformers.AutoTokenizer.from_pretrained(tmp_path / "settings"),
-    )
+    theirs = load_tokenizer(tmp_path / "settings")
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path / "settings")
     for text in TEXTS:
         ids = ours.encode_markup(text)
         assert ids == theirs.encode_markup(text) and ours.encode(text) == theirs.encode(text), text
@@ -212,7 +216,8 @@ def train_user_defined(folder, **options):
 def test_a_bare_sentencepiece_file_is_read_as_by_sentencepiece(options, tmp_path):
     train_user_defined(tmp_path, **options)
     path = tmp_path / "tokenizer.model"
-    ours, theirs = load_tokenizer(path), SentencePieceProcessor(model_file=str(path))
+    ours = load_tokenizer(path)
+    theirs = SentencePieceProcessor(model_file=str(path))
     for text in (text for text in TEXTS if OTHER not in text and "<s>" not in text):
         ids = theirs.encode(text)
         assert ours.encode_plain(text) == ids and ours.encode_markup(text) == ids, text
@@ -224,7 +229,8 @@ def test_user_defined_pieces_of_sentencepiece_are_added_tokens(tmp_path):
     train_user_defined(tmp_path, remove_extra_whitespaces=False)
     values = {"tokenizer_class": "LlamaTokenizer", "legacy": True, "bos_token": "<s>", "eos_token": "</s>"}
     write_json(tmp_path / "tokenizer_config.json", {**values, "unk_token": "<unk>"})
-    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ours.special.keys() == {"<unk>", "<s>", "</s>", MARK, OTHER, "\n\n"}
     for text in TEXTS:
         if not re.search("^ |> ", text):

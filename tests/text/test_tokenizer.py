@@ -91,7 +91,8 @@ def test_a_stream_is_the_text_in_pieces(step, any_tokenizer):
     rng = random.Random(0)
     text = " ".join(rng.choice([*TEXTS, "time and time", "🙂🙂"]) for _ in range(120))
     text += "从前有一个小女孩…饕餮魑魅魍魉囍龘靐齉爩鱻麤龖" * 3  # to some of them single bytes
-    ids, stream = any_tokenizer.encode(text), TextStream(any_tokenizer)
+    ids = any_tokenizer.encode(text)
+    stream = TextStream(any_tokenizer)
     pieces = [stream.push(ids[i : i + step]) for i in range(0, len(ids), step)] + [stream.flush()]
     assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
     assert sum(map(bool, pieces)) > len(pieces) / 3  # it really streams
@@ -151,7 +152,8 @@ def test_a_chat_has_tokens_that_only_the_settings_name(older, json_folder, tmp_p
         write_json(tmp_path / "special_tokens_map.json", named)
         write_json(tmp_path / "added_tokens.json", {"<think>": size + 1, "<|im_start|>": size})
     messages = [{"role": "user", "content": "a dog"}]
-    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     ids = ours.chat(messages)
     assert ids == theirs.apply_chat_template(messages, return_dict=False)
     assert (ids[:2], ids[-1]) == ([0, size], 1)
@@ -183,7 +185,8 @@ def test_legacy_says_whether_text_behind_a_special_token_gets_a_space(legacy, ti
     for text in ("dog", " a  dog", "\n\nthe park", "🙂 日本", "▁x "):
         assert ours.encode_markup(f"<s>{text}</s>{text}") == [1, *behind(text), 2, *behind(text)]
     if legacy is False:  # transformers 5.23 takes that for the default, and merges two spaces in another order
-        text, theirs = "<s>The dog</s>\nplayed<s>all day", LlamaTokenizer.from_pretrained(tmp_path)
+        text = "<s>The dog</s>\nplayed<s>all day"
+        theirs = LlamaTokenizer.from_pretrained(tmp_path)
         assert ours.encode_markup(text) == theirs.encode(text, add_special_tokens=False)
 
 
@@ -211,8 +214,11 @@ def test_added_tokens_beyond_the_embedding_are_plain_text(json_folder, tmp_path)
     """In a tokenizer.json, in its vocabulary too or in the settings alone; but not if they stand before each text."""
     from tokenizers import Tokenizer, processors
 
-    plain, model = load_tokenizer(json_folder), Tokenizer.from_file(str(json_folder / "tokenizer.json"))
-    size, text, file = plain.vocab_size, "a <image> b [PAD]", tmp_path / "tokenizer.json"
+    plain = load_tokenizer(json_folder)
+    model = Tokenizer.from_file(str(json_folder / "tokenizer.json"))
+    size = plain.vocab_size
+    text = "a <image> b [PAD]"
+    file = tmp_path / "tokenizer.json"
     model.add_special_tokens(["<image>"])
     values = json.loads(model.to_str())
     values["model"]["vocab"]["<image>"] = size
@@ -315,7 +321,8 @@ def test_pairs_in_two_files(name, json_folder, tmp_path):
     if name == "LlamaTokenizer":
         refused("tokenizer_class is LlamaTokenizer, but only for GPT2Tokenizer, GPTNeoX", load_tokenizer, tmp_path)
         return
-    ours, theirs = load_tokenizer(tmp_path), getattr(transformers, name).from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    theirs = getattr(transformers, name).from_pretrained(tmp_path)
     for text in NASTY:
         assert ours.encode_markup(text) == theirs.encode(text), text
         assert ours.decode(ours.encode_plain(text)) == theirs.decode(ours.encode_plain(text)), text
@@ -334,5 +341,6 @@ def test_a_stream_keeps_several_spaces():
     """Some SentencePiece models drop all spaces at the beginning of what they decode."""
     ours = load_tokenizer(shared_data("tok512.model"))
     space = ours.model.piece_to_id("▁")
-    ids, stream = [*ours.encode("a"), space, space, space, *ours.encode_plain("b")], TextStream(ours)
+    ids = [*ours.encode("a"), space, space, space, *ours.encode_plain("b")]
+    stream = TextStream(ours)
     assert "".join(stream.push([i]) for i in ids) + stream.flush() == ours.decode(ids) == "a    b"

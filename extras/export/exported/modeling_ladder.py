@@ -17,7 +17,8 @@ class LadderAttention(Qwen3Attention):
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
         if not config.qk_norm:
-            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+            self.q_norm = nn.Identity()
+            self.k_norm = nn.Identity()
         if config.attention_bias != config.attention_out_bias:
             o = self.o_proj
             self.o_proj = nn.Linear(o.in_features, o.out_features, bias=config.attention_out_bias)
@@ -36,7 +37,8 @@ class LadderDecoderLayer(LlamaDecoderLayer):
         self.self_attn = LadderAttention(config, layer_idx)
         is_wired = layer_idx in (config.wired_layers or ())
         self.block, self.stale = (config.block, config.stale) if is_wired else ("standard", 0)
-        self.is_first, self.is_last = layer_idx == 0, layer_idx == config.num_hidden_layers - 1
+        self.is_first = layer_idx == 0
+        self.is_last = layer_idx == config.num_hidden_layers - 1
         self.layers = [self]  # whose sublayers it runs: a pair's, or none if the layer before does
         if self.block == "parallel":
             del self.post_attention_layernorm
@@ -64,7 +66,8 @@ class LadderDecoderLayer(LlamaDecoderLayer):
         """Run the layer. x: the residual stream; pending: the last sublayers' outputs, not yet added to it."""
         for hs in zip(*(layer.sublayers(**kwargs) for layer in self.layers), strict=True):
             while len(pending) > self.stale:  # standard: all of them, ladder: not the last ones
-                x, pending = x + pending[0], pending[1:]
+                x = x + pending[0]
+                pending = pending[1:]
             pending = *pending, sum(h(x) for h in hs)
         return x + sum(pending) if self.is_last else (x, *pending)
 
@@ -81,7 +84,8 @@ class LadderModel(LadderPreTrainedModel, LlamaModel):
         self.layers = nn.ModuleList(LadderDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         paired = [layer for layer in self.layers if layer.block == "pair"]
         for one, other in zip(paired[::2], paired[1::2], strict=True):
-            one.layers, other.layers = [one, other], []
+            one.layers = [one, other]
+            other.layers = []
         self.post_init()
 
 

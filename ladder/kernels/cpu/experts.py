@@ -14,7 +14,9 @@ def experts(self, x, chosen):
     """Compute what architectures/experts.py does. skinny_gemm.cpp reads the weights of each chosen expert once."""
     if self.compute is not multiply or not is_bf16(x) or len(self._modules) != 3:
         return None
-    weights, bits, biases = [], [], []
+    weights = []
+    bits = []
+    biases = []
     for name in ("w1", "w3", "w2"):
         matrices = self._modules[name]
         packed_bits = bits_of(matrices) if type(matrices) is QuantLinear else None

@@ -24,7 +24,8 @@ def attention(self, x, metadata, cache):
 
 def norms_of_heads(attention):
     """Return (weights of q_norm and k_norm, or none, their eps), or None if they are not RMSNorms of one eps."""
-    q_norm, k_norm = attention._modules["q_norm"], attention._modules["k_norm"]
+    q_norm = attention._modules["q_norm"]
+    k_norm = attention._modules["k_norm"]
     if is_changed(q_norm) or is_changed(k_norm):
         tell_change(attention, "q_norm" if is_changed(q_norm) else "k_norm")
         return None

@@ -17,7 +17,8 @@ def latent_attention(self, q, kv, metadata, cache):
         return None
     if q.shape[1] > self.most_absorbed:
         return None
-    weight, norm = matrix_of(self, "wkv_b"), self._modules["kv_a_norm"]
+    weight = matrix_of(self, "wkv_b")
+    norm = self._modules["kv_a_norm"]
     if (
         weight is None
         or weight[2] is not None

@@ -101,7 +101,8 @@ def packed_shape(weight, scales, zeros, form=None):
     if form:
         *E, N, K = weight.shape
         return *E, -(-N // 16), -(-K // BLOCK), form.block_bytes // 32, 32
-    (*E, N, columns), G = weight.shape, scales.shape[-1]
+    *E, N, columns = weight.shape
+    G = scales.shape[-1]
     return *E, -(-N // 16), G, 1 + (-(-columns // 8) * 2 if zeros is None else columns // G // 4), 64
 
 
@@ -122,7 +123,8 @@ def pack(weight, scales, zeros, out=None, form=None):
         return out.view(BYTES[scales.dtype])
     if form:
         return _pack_groups(weight, scales, zeros, out, form)
-    (N, columns), shape = weight.shape, packed_shape(weight, scales, zeros)
+    N, columns = weight.shape
+    shape = packed_shape(weight, scales, zeros)
     packed = empty_in_huge_pages(shape, torch.uint8) if out is None else out.view(torch.uint8).view(shape)
     integers, pairs = _views(packed, scales.dtype)
     for i in range(0, len(packed), PANELS_AT_ONCE):
@@ -148,15 +150,18 @@ def _views(packed, dtype):
 
 
 def _pack_groups(weight, scales, zeros, out, form):
-    (N, K), shape = weight.shape, packed_shape(weight, scales, zeros, form)
+    N, K = weight.shape
+    shape = packed_shape(weight, scales, zeros, form)
     packed = empty_in_huge_pages(shape, torch.uint8) if out is None else out.view(torch.uint8).view(shape)
-    (P, blocks), (data, header) = shape[:2], _views_of_groups(packed, scales.dtype, form)
+    P, blocks = shape[:2]
+    data, header = _views_of_groups(packed, scales.dtype, form)
     for i in range(0, P, PANELS_AT_ONCE):
         q = weight[16 * i : 16 * (i + PANELS_AT_ONCE)].view(torch.uint8)
         q = F.pad(q, (0, BLOCK * blocks - K, 0, -len(q) % 16)) + (form.is_signed << form.bits - 1)
         q = q.view(-1, 16, blocks, 8, 4).permute(0, 2, 3, 1, 4).flatten(3)  # (p, blocks, 8, 64): four columns of rows
         if form.bits < 8:
-            high, q = q >> 4, q & 15
+            high = q >> 4
+            q = q & 15
             q = q[:, :, ::2] | q[:, :, 1::2] << 4
             if form.bits > 4:
                 n = form.bits - 4
@@ -179,7 +184,10 @@ def _views_of_groups(packed, dtype, form):
 @torch.no_grad()
 def unpacked(linear):
     """Return (weight, scales, zeros or None) of a packed QuantLinear as the checkpoint stores them: undo pack()."""
-    packed, N, K, form = linear.packed, linear.out_features, linear.in_features, linear.layout.form
+    packed = linear.packed
+    N = linear.out_features
+    K = linear.in_features
+    form = linear.layout.form
     dtype = next(dtype for dtype, stored in BYTES.items() if stored == packed.dtype)
 
     def undo(matrix):
@@ -193,17 +201,20 @@ def unpacked(linear):
 
 def _unpack_groups(packed, dtype, N, K, form):
     """Undo _pack_groups."""
-    P, (data, header) = len(packed), _views_of_groups(packed, dtype, form)
+    P = len(packed)
+    data, header = _views_of_groups(packed, dtype, form)
     q = data.unflatten(2, (-1, 64))
     if form.bits < 8:
-        low, high = q[:, :, :4], q[:, :, 4:]
+        low = q[:, :, :4]
+        high = q[:, :, 4:]
         q = torch.stack((low & 15, low >> 4), dim=3).flatten(2, 3)  # (P, blocks, 8, 64)
         if form.bits > 4:
             n = form.bits - 4
             pieces = [high >> n * k & (1 << n) - 1 for k in range(8 // n)]
             q = q | torch.stack(pieces, dim=3).flatten(2, 3) << 4
     q = (q - (form.is_signed << form.bits - 1)).unflatten(3, (16, 4)).permute(0, 3, 1, 2, 4).reshape(16 * P, -1)
-    step, G = max(1, form.group_size // BLOCK), K // form.group_size
+    step = max(1, form.group_size // BLOCK)
+    G = K // form.group_size
     vectors = header.reshape(len(header), 16 * P, -1)[:, :N, ::step]
     scales, *zeros = vectors[..., :G].contiguous()
     return q[:N, :K].contiguous().view(torch.int8), scales, zeros[0] if zeros else torch.zeros_like(scales)
@@ -226,7 +237,8 @@ def multiply(x, linear):
         return None
     few = x.numel() <= SKINNY_INT_ROWS * x.shape[-1]
     operator = torch.ops.ladder.skinny_gemm_int if few else torch.ops.ladder.many_rows_int
-    packed, bits = linear._parameters["packed"], linear.layout.code or linear.bits
+    packed = linear._parameters["packed"]
+    bits = linear.layout.code or linear.bits
     return add_bias(operator(x, packed, linear.out_features, linear.in_features, bits), linear)
 
 

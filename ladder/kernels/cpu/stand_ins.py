@@ -54,7 +54,8 @@ def matrix_of(module, name):
 
 def tell_change(module, name):
     """Say that a part of a module is none that its kernel knows."""
-    part, kind = module._modules[name], type(module).__name__
+    part = module._modules[name]
+    kind = type(module).__name__
     what = "has a hook or a forward of its own" if is_changed(part) else f"is a {type(part).__name__}"
     say_once(f"{name} of a {kind} {what}: {kind}.forward runs as written there, slower")
 
@@ -85,7 +86,8 @@ def linear_in_float32(self, x):
     weight = own_weight(self)
     if not is_bf16(x) or x.numel() <= FEW_FLOATS * x.shape[-1] or weight is None or weight.dtype is not BF16:
         return None
-    rows, pieces = x.float(), weight.split(max(1, DEQUANTIZED_AT_ONCE // weight.shape[1]))
+    rows = x.float()
+    pieces = weight.split(max(1, DEQUANTIZED_AT_ONCE // weight.shape[1]))
     return add_bias(torch.cat([F.linear(rows, piece.float()) for piece in pieces], -1).type_as(x), self)
 
 
@@ -111,7 +113,9 @@ def feed_forward(self, x):
         return None
     if len(self._modules) != 3 or self._parameters:
         return None
-    gate, up, down = matrix_of(self, "w1"), matrix_of(self, "w3"), matrix_of(self, "w2")
+    gate = matrix_of(self, "w1")
+    up = matrix_of(self, "w3")
+    down = matrix_of(self, "w2")
     if gate is None or up is None or down is None:
         return None
     weight, _, bias, N, K = gate
@@ -129,7 +133,9 @@ def attend(q, k, v, mask=None, sinks=None):
     H = q.shape[-1]
     if mask is None or q.shape[3] > FEW_POSITIONS or H % 64 or not is_bf16(q):
         return None
-    q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache they are views of wqkv's output
+    q = q.transpose(2, 3)
+    k = k.contiguous()  # without a cache k and v are views of wqkv's output
+    v = v.contiguous()
     y = torch.ops.ladder.decode_attention(q, k, v, mask, H**-0.5, sinks)
     return y.transpose(2, 3)
 
@@ -138,12 +144,16 @@ def rotate_into_cache(q, k, v, rope, metadata, cache):
     """Rotate, and write to the cache, in one operator. The compiler makes one, too."""
     if not rope or rope[0].dtype is not torch.float32 or not is_bf16(q):
         return None
-    (B, K, _, S, H), v = k.shape, v.squeeze(2)
+    B, K, _, S, H = k.shape
+    v = v.squeeze(2)
     if cache is None:
-        rows, positions = torch.arange(B), torch.arange(S).expand(B, -1)
+        rows = torch.arange(B)
+        positions = torch.arange(S).expand(B, -1)
         keys, values = k.new_empty(2, B, K, S, H)
         return torch.ops.ladder.rotate_into_cache(q, k.squeeze(2), v, *rope, rows, positions, keys, values), keys, v
-    rows, positions, (keys, values) = metadata.rows, metadata.positions, cache
+    rows = metadata.rows
+    positions = metadata.positions
+    keys, values = cache
     q = torch.ops.ladder.rotate_into_cache(q, k.squeeze(2), v, *rope, rows, positions, keys, values)
     return q, keys[rows, :, positions].transpose(1, 2), v
 
@@ -164,7 +174,8 @@ def attention_step(self, x, metadata, cache, rope, mask, norms=((), 0.0)):
         return None
     if rope[0].dtype is not torch.float32:
         return None
-    inputs, outputs = matrix_of(self, "wqkv"), matrix_of(self, "wo")
+    inputs = matrix_of(self, "wqkv")
+    outputs = matrix_of(self, "wo")
     if inputs is None or outputs is None:
         return None
     rows = x.shape[0] * x.shape[1]
@@ -181,7 +192,8 @@ def attention_step(self, x, metadata, cache, rope, mask, norms=((), 0.0)):
 
 # ---- Which stand in for which ----------------------------------------------------------------------------------------
 
-LINEAR, NORM = "model.Linear.forward", "ladder.layers.norms.RMSNorm.forward"
+LINEAR = "model.Linear.forward"
+NORM = "ladder.layers.norms.RMSNorm.forward"
 QUANT = PLAIN_FORWARD, PLAIN_STORED
 KERNELS = [
     Kernel(LINEAR, linear, "few rows are up to twice as fast"),

@@ -11,11 +11,17 @@ import triton.language as tl
 
 # One row: a program adds ROW_N x ROW_K products at a time, in registers. Of eight sizes this was the fastest one for
 # the 8b's matrices on an H100, or within 2 % of it.
-ROW_N, ROW_K, ROW_STAGES = 8, 512, 4
+ROW_N = 8
+ROW_K = 512
+ROW_STAGES = 4
 # More rows: reading 5 TB/s with a latency of 1 us takes 5 MB in flight, 38 KB per multiprocessor of an H200. A tile of
 # W is 8 KB and a program has STAGES - 1 of them in flight, 32 KB; PROGRAMS are about two per multiprocessor. At 16 rows
 # the tile of x, read from the L2 cache, is half as large as that of W, so tiles should not have fewer rows of W.
-BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PROGRAMS = 16, 64, 128, 5, 256
+BLOCK_M = 16
+BLOCK_N = 64
+BLOCK_K = 128
+STAGES = 5
+PROGRAMS = 256
 
 
 @triton.jit
@@ -41,7 +47,8 @@ def _one_row(x, w, scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 def _partial_sums(x, w, splits, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   STAGES: tl.constexpr):  # fmt: skip
     """Write splits (S, M, N): each is the sum of x (M, K) W^T (K, N) over every S-th block of columns."""
-    s, S = tl.program_id(1), tl.num_programs(1)
+    s = tl.program_id(1)
+    S = tl.num_programs(1)
     m = tl.arange(0, BLOCK_M)[:, None]
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     total = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
@@ -58,7 +65,8 @@ def multiply(x, weight, scales):
 
     The splits are added outside of the kernel, where the compiler fuses the addition with what comes next.
     """
-    (N, K), M = weight.shape, x.numel() // x.shape[-1]
+    N, K = weight.shape
+    M = x.numel() // x.shape[-1]
     if M == 1:
         y = x.new_empty(*x.shape[:-1], N)
         _one_row[(triton.cdiv(N, ROW_N),)](x.contiguous(), weight, scales, y, N, K, ROW_N, ROW_K, ROW_STAGES)

@@ -36,7 +36,8 @@ def multiply_int8(linear, x):
     stored = matrix_by_rows(linear, torch.int8)
     if stored is None or not fits(x):
         return None
-    weight, scales = stored[0], stored[1][:, 0]
+    weight = stored[0]
+    scales = stored[1][:, 0]
     if torch.compiler.is_compiling() and x.numel() <= TRITON_INT8_ROWS * linear.in_features:
         from ladder.kernels.gpu import int8_rows  # late: PyTorch for CPUs has no Triton
 
@@ -52,7 +53,8 @@ def multiply_fp8(linear, x):
     No GPU has run it yet.
     """
     stored = matrix_by_rows(linear, torch.float8_e4m3fn)
-    N, K = linear.out_features, linear.in_features
+    N = linear.out_features
+    K = linear.in_features
     if stored is None or not fits(x) or N % FP8_MULTIPLE or K % FP8_MULTIPLE:
         return None
     if torch.cuda.get_device_capability() < FP8_CAPABILITY:
@@ -82,13 +84,15 @@ def pack_int4(linears):
     digits in base 16.
     """
     for linear in linears:
-        N, K = linear.out_features, linear.in_features
+        N = linear.out_features
+        K = linear.in_features
         if linear.layout or linear.weight.dtype != torch.uint8:
             continue
         fits = N > 0 and K % 128 == N % 8 == 0 and K // linear.scales.shape[-1] >= 32
         if not fits or linear.weight.dim() == 3:  # experts have kernels of their own
             continue
-        scales, zeros = linear.scales.float(), linear.zeros.float()
+        scales = linear.scales.float()
+        zeros = linear.zeros.float()
         pairs = torch.stack((scales, zeros + 8 * scales), dim=-1).bfloat16()  # W = (q - 8) scale + middle
         n = torch.arange(8 * 128, device=linear.weight.device).view(8, 128)
         digits = (torch.cat((n, n >> 4, n >> 8)) & 15).byte()  # three tiles
@@ -102,7 +106,8 @@ def multiply_int4(x, linear):
     """Multiply by PyTorch's kernel, which reads all weights for each 16 rows; INT4_FLOAT_ROWS or more by floats."""
     if x.dtype != torch.bfloat16:
         return None
-    K, scales = linear.in_features, linear._parameters["packed_scales"]
+    K = linear.in_features
+    scales = linear._parameters["packed_scales"]
     if x.numel() >= INT4_FLOAT_ROWS * K:
         return F.linear(x, unpacked(linear), linear.bias)
     y = torch._weight_int4pack_mm(x.reshape(-1, K), linear._parameters["packed"], K // len(scales), scales)

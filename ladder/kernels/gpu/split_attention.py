@@ -16,13 +16,15 @@ def split_attend(q, k, v, mask, sinks=None):
     would work. flex_attention splits the keys only if it is given blocks of keys: else the whole cache is one block,
     which the first split gets (torch 2.11, 2.13).
     """
-    S, T = q.shape[3], mask.shape[-1]
+    S = q.shape[3]
+    T = mask.shape[-1]
 
     def visible(row, head, query, key):
         return mask[row, query % S, key]
 
     # from the first to the last block of keys that any token of a row attends to
-    n_blocks, n_queries = -(-T // KEY_BLOCK), q.shape[2] * S
+    n_blocks = -(-T // KEY_BLOCK)
+    n_queries = q.shape[2] * S
     seen = mask.any(1).byte()  # (B, T)
     first = seen.argmax(-1, keepdim=True) // KEY_BLOCK  # (B, 1)
     last = (T - 1 - seen.flip(-1).argmax(-1, keepdim=True)) // KEY_BLOCK
