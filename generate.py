@@ -16,9 +16,9 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 #                               step, the choice of its ids included, is one replay of a CUDA graph
 #         a draft               several tokens of a row at once: one pass verifies what a smaller model has proposed
 #
-# The function `sample` says how a token is chosen. Its kernel (ladder/decoding/fast_sampling.py) computes the same ids
-# but gathers less: each rank sends the winner of its own race, or with filters its largest logits: 64, or top_k + 1.
-# With a draft and a temperature the rule is another one (ladder/decoding/speculative.py), unless `sample` was edited.
+# The function `sample` says how a token is chosen. Its kernel (ladder/decoding/fast_sampling.py) computes the same ids,
+# but ranks send each other less than all logits. With a draft and a temperature the rule is another one
+# (ladder/decoding/speculative.py), unless `sample` was edited.
 #
 # Kernels compute what functions marked @plain say. If you edit such a function, it runs as you wrote it, and one line
 # says so (docs/change-it.md).
@@ -47,8 +47,10 @@ from model import VOCAB_BLOCK, cache_size, cache_slots, dummy_slot
 from tp import TensorParallel, load_shard
 
 CHUNK_TOKENS = 1024  # the most in a chunk of a prefill, all rows together: bounds the memory of activations
-MIN_SPLIT_TOKENS = 512  # on a CPU, splitting a chunk of fewer tokens in two would make it slower,
-MIN_SPLIT_TOKENS_OVER_A_SLOW_LINK = 16  # except where sums take long (ladder/ranks/meeting.py measures it)
+# To cut a chunk of fewer tokens in two would make it slower. Where sums take long, as ladder/ranks/meeting.py measures,
+# this holds for much shorter chunks only.
+MIN_SPLIT_TOKENS = 512
+MIN_SPLIT_TOKENS_OVER_A_SLOW_LINK = 16
 
 
 def load_model(config, folder, dtype, world):
@@ -66,21 +68,27 @@ def load_model(config, folder, dtype, world):
         model = load_weights(config, weights, dtype, world.device, world.rank, world.shares)
         model.checkpoint = world.contents(folder)
     progress.at("preparation", timed=False)  # for ladder/ranks/watch.py: to wait for slower ranks now is no hang
-    if world.device.type == "cpu":
-        from ladder.kernels.cpu.loading import use_kernels
-
-        use_kernels(model)
-        if config.quant == "fp8":
-            world.say("fp8 on a CPU computes what a GPU does, but slowly: int8 is fast here")
-    elif config.quant or config.architecture:
-        from ladder.kernels.quant_kernels import use_on_gpu
-
-        use_on_gpu(model)
+    use_kernels(model, world)
     if world.group is not None:
         model.comm = TensorParallel(config, world.shares, world.group)
         model.comm.slow_link = world.has_slow_link()
-    registry.use([fast_sampling.KERNEL])
     return model
+
+
+def use_kernels(model, world):
+    """Let kernels stand in for the functions that are marked @plain."""
+    quant = model.config.quant
+    if world.device.type == "cpu":
+        from ladder.kernels.cpu import loading
+
+        loading.use_kernels(model)
+        if quant == "fp8":
+            world.say("fp8 on a CPU computes what a GPU does, but slowly: int8 is fast here")
+    elif quant or model.config.architecture:
+        from ladder.kernels.quant_kernels import use_on_gpu
+
+        use_on_gpu(model)
+    registry.use([fast_sampling.KERNEL])
 
 
 # ---- How a token is chosen -------------------------------------------------------------------------------------------
@@ -205,7 +213,10 @@ class Runner:
         return self.passes.decode(tokens, positions, self.cache, self.cache_length(longest))
 
     def step(self, sequences, done, sampler):
-        """Return [[the next id] of each row], after its last token, which is not in the cache yet. done: for drafts."""
+        """Return [[the next id] of each row], after its last token, which is not in the cache yet.
+
+        done: which rows have ended; only a draft's step, which has the same arguments, asks for it.
+        """
         tokens, positions, longest = batch.last_tokens(sequences, self.device)
         logits = self.decode(tokens, positions, longest)[:, 0]
         return sample(logits, self.model.comm, sampler)[:, None].tolist()
@@ -229,18 +240,23 @@ class Runner:
     def cache_length(self, longest):
         """Return how many slots of the cache a pass reads. longest: tokens of the longest row after it.
 
-        On a GPU rounded up, e.g. 513 to 768 and 769 to 1024, at most the cache: each size is a CUDA graph of its own.
+        On a GPU, where each size is a CUDA graph of its own, rounded up to a quarter of the power of two above, and to
+        BUCKET, e.g. 513 to 768 and 769 to 1024, but at most to the cache.
         """
         unit = 1 if self.device.type == "cpu" else max(batch.BUCKET, 2 ** ((longest - 1).bit_length() - 2))
         return min(-(-longest // unit) * unit, dummy_slot(self.cache))
 
     def choose_splits(self, B, S):
-        """Return into how many parts to cut a chunk of S tokens of B rows."""
-        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs: untried
-        overlaps = not self.passes.compiles_prefill  # a compiled prefill waits for all parts at once, and hides nothing
+        """Return into how many parts to cut a chunk of S tokens of B rows.
+
+        Two, where one part can compute while the other's sums travel: among several CPUs, unless the prefill is
+        compiled, which then waits for both at once. On several GPUs this is untried.
+        """
+        if self.splits:
+            return min(S, self.splits)
+        can_overlap = self.device.type == "cpu" and self.model.comm.tp_size > 1 and not self.passes.compiles_prefill
         least = MIN_SPLIT_TOKENS_OVER_A_SLOW_LINK if self.model.comm.slow_link else MIN_SPLIT_TOKENS
-        worth_it = on_cpus and overlaps and least <= B * S
-        return min(S, self.splits or (2 if worth_it else 1))
+        return min(S, 2) if can_overlap and least <= B * S else 1
 
     def like(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
@@ -255,8 +271,7 @@ class Generation:
     """Continues every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
     Iterate over it, once: each step yields a list with the new ids of each row, empty for a row that is done. The
-    caller may stop early. decode_s counts no time that the caller takes between steps. On a GPU the next step runs
-    meanwhile, so that a caller who takes long makes decode_s too small; printing takes microseconds.
+    caller may stop early. decode_s does not count what the caller takes between steps, though a GPU computes meanwhile.
 
     runner: its cache has a row for each prompt, with slots for max_new_tokens behind the longest. prompts: non-empty
     lists of token ids, of any lengths. sampler: a Sampler, an argument of `sample`. cached_tokens: see Runner.prefill.
@@ -275,7 +290,7 @@ class Generation:
         self.max_lengths = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         rows, slots = cache_size(runner.cache)
         longest = max(self.max_lengths)
-        if len(prompts) != rows or longest > slots:  # a row of n tokens caches n - 1, and needs the dummy slot
+        if len(prompts) != rows or longest > slots:  # n tokens need n - 1 slots, and one is the dummy slot
             needed = f"{len(prompts)} rows of {longest} tokens do not fit a cache of {rows} rows, {slots} slots"
             raise InputError(f"{needed}: make_cache(model, {len(prompts)}, {longest}) makes one")
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
@@ -335,8 +350,8 @@ def generate(*args, **kwargs):
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
-# What measures belongs into bench.py, or into a script of its own that calls load and iterates over a Generation, as
-# main does.
+# What measures belongs into bench.py, or into a script of its own that calls make_runner and iterates over a
+# Generation, as main does.
 
 
 def parse_generation_flags(description, argv=None):
@@ -370,8 +385,8 @@ def parse_generation_flags(description, argv=None):
     return args
 
 
-def load(job):
-    """Load what a Job asks for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
+def make_runner(job):
+    """Load the model of a Job, and compile it if asked for; returns (its Runner, {"load_s", "compile_s"}: seconds)."""
     start = time.perf_counter()
     args = job.args
     world = job.world
@@ -399,7 +414,7 @@ def main(argv=None):
     args = parse_generation_flags(__doc__, argv)
     world = launch.join(args.device, vars(args))  # this rank and the others: rank, shares, device, group
     job = Job(args, world)
-    runner, seconds = load(job)
+    runner, seconds = make_runner(job)
     if prompts.is_chat(args):
         from ladder.text.terminal import chat_on_terminal
 
@@ -407,7 +422,7 @@ def main(argv=None):
     show_prompt = args.chat is None
     printer = prompts.Printer(world.rank, job.prompts, job.tokenizer, job.max_new_tokens, show_prompt)
     generation = Generation(runner, job.prompts, job.max_new_tokens, job.sampler, job.config.eos_ids)
-    with runner.passes.unguarded():
+    with runner.passes.unguarded():  # make_runner has compiled all shapes: torch.compile need not look again
         for ids in generation:
             printer.push(ids)
     result = report.result(job, generation, printer.finish(generation.rows)) | seconds

@@ -1,7 +1,7 @@
 """A Llama-type transformer whose residual wiring is a choice. The idea is residual_loop; begin there if you like.
 
-This file is single-device mathematics: it never asks which rank it is. tp.py loads a rank's shard of the weights into
-the same Transformer, and generate.load_model sets its `comm` to collectives that sum the partial results of all ranks.
+Nothing here asks which rank it is. tp.py loads a rank's shard of the weights into the same Transformer, and
+generate.load_model sets its `comm` to collectives that sum the partial results of all ranks.
 The order here: the configuration; the collectives that the loop calls; the loop and the wirings; the layers; the
 Transformer.
 
@@ -13,9 +13,7 @@ rank holds; config.n_heads and config.n_kv_heads count those of the whole model.
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn as nn
@@ -28,7 +26,10 @@ from ladder.kernels import quant_linear
 from ladder.kernels.registry import begin_pass, end_pass, plain
 from ladder.layers.attention_inputs import attention_metadata, rope_frequencies, rotate
 from ladder.layers.norms import ACTIVATIONS, NORMS
-from ladder.wiring_rules import WiringRules
+from ladder.wiring_rules import WiringRules, wirings_of_layers
+
+# A function marked @plain is what the model computes. A faster kernel computes the same in its place, but only while
+# the function is as it was when the kernel was made: what you edit runs as you wrote it (docs/change-it.md).
 
 # ---- The configuration -----------------------------------------------------------------------------------------------
 
@@ -133,14 +134,14 @@ def rewired(config, wiring):
 # ---- The collectives -------------------------------------------------------------------------------------------------
 
 
-class Collectives(Protocol):
+class Collectives:
     """What the loop asks of whoever adds up the ranks' partials. A partial is a rank's part of a sublayer's output.
 
     tp.TensorParallel sums over the ranks of a process group, and SingleDevice, below, is the plainest form. A class of
-    your own needs what SingleDevice has: tp_size, lanes, start, wait, local_logits, all_gather and gather_logits.
+    your own defines what SingleDevice does, and becomes the `comm` of the model in generate.load_model.
 
-    `newer` and pin only fix the order of compiled code, without which nothing might overlap: see
-    ladder/kernels/ordered.py, which has an example. They never change a result.
+    The compiler may move a wait in front of the sublayer that is to hide it. pin, and the argument `newer` of settle,
+    keep the order of the loop in compiled code, and never change a result: ladder/kernels/ordered.py has an example.
     """
 
     tp_size: int  # how many ranks there are
@@ -150,9 +151,11 @@ class Collectives(Protocol):
 
     def start(self, partial):
         """Start the all-reduce of a partial (B, S, D) and return at once. What it returns is an argument of wait."""
+        raise NotImplementedError
 
     def wait(self, pending):
         """Return the sum (B, S, D) of all lanes' partials, in their dtype. On a GPU its stream waits, not the host."""
+        raise NotImplementedError
 
     def settle(self, x, pending, newer=()):
         """Return x + wait(pending). newer: the starts since then. When compiled, the wait comes after the last one."""
@@ -167,12 +170,15 @@ class Collectives(Protocol):
 
     def local_logits(self, logits):
         """Return (local logits padded to whole blocks, equally wide on all ranks; their first token id; V)."""
+        raise NotImplementedError
 
     def all_gather(self, x):
         """Return every rank's x, (tp_size, *x.shape)."""
+        raise NotImplementedError
 
     def gather_logits(self, logits):
         """Return the logits of the whole vocabulary (..., V) from the local ones (..., v)."""
+        raise NotImplementedError
 
 
 class SingleDevice(Collectives):
@@ -231,8 +237,8 @@ def residual_loop(x, sublayers, comm, config):
     """
     in_flight = []  # the all-reduces that have been started and not settled, oldest first
     for h, stale in sublayers:
-        if in_flight and len(in_flight) <= stale:  # nothing is to be settled, as before a ladder's h1
-            x = comm.pin(x, newer=in_flight)  # keeps h behind the last start, as settle's `newer` does otherwise
+        if in_flight and len(in_flight) <= stale:  # no sum to settle yet, as before a ladder's h1
+            x = comm.pin(x, newer=in_flight)  # the compiler must not move h in front of the last start
         while len(in_flight) > stale:  # settle all but the newest `stale`, which travel while h computes
             x = comm.settle(x, in_flight.pop(0), newer=in_flight)
         in_flight.append(comm.start(h(x)))
@@ -267,34 +273,20 @@ def attention_plus_mlp(x, block, metadata, cache):
     return block.attention(x, metadata, cache) + block.feed_forward(x)
 
 
-def own_name(function):
-    """Return the name by which a function is looked up in its file, "" for a lambda, a closure or a decorated one."""
-    name = getattr(function, "__qualname__", "<partial>")
-    return "" if "<" in name or hasattr(function, "__wrapped__") else name
-
-
-def as_defined_now(function, name):
-    """Return what its file has by the function's own name now.
-
-    So `model.mlp_sublayer = mine`, from Python, also reaches the Wirings that were made with the former one.
-    """
-    return getattr(sys.modules.get(function.__module__), name, function) if name else function
-
-
 @dataclasses.dataclass(frozen=True)
 class Wiring(WiringRules):
     """The sublayers of a model, and what they read.
 
     Config.wiring is NAME[-K][:N]. For example, ladder-2 is two sublayers stale, and ladder:8 wires the last eight
-    layers as a ladder; the others are standard, as are the first layers where `blocks` leaves some over.
+    layers as a ladder; the others are standard, as are the first layers where layers_per_input leaves some over.
 
     A wiring of your own is an entry of WIRINGS, whose name ends in a letter; its flag, its line of --help and its tests
     follow from that. If it needs another sublayer or another loop, write that function beside those above, and for its
     tests a naive one in tests/reference.py:
 
     a sublayer  h(x, block, metadata, cache) -> this rank's partial (B, S, D)
-    a loop      loop(x, [(h, stale), ...], comm, config), a generator like residual_loop; all parts of a prompt must
-                yield equally often. One that only changes `stale` calls residual_loop, as delayed_loop does
+    a loop      loop(x, [(h, stale), ...], comm, config), a generator like residual_loop, which yields as often whatever
+                x is. One that only changes `stale` calls residual_loop, as delayed_loop does
                 (ladder/lanes/wirings.py). NAME:N wants a subclass of Wiring that says takes_layers = True
 
     Where that is not enough, a subclass gives other answers than WiringRules, as FarSkip does
@@ -303,19 +295,10 @@ class Wiring(WiringRules):
 
     about: str  # its line of --help
     block_sublayers: tuple[Callable, ...] = (attention_sublayer, mlp_sublayer)
-    blocks: int = 1  # how many neighbouring blocks read one input, with one sum for all their attentions or MLPs
+    layers_per_input: int = 1  # neighbours that read one input, with one sum of their attentions and one of their MLPs
     loop: Callable = residual_loop  # runs the sublayers
-    stale: int = 0  # how many of the newest sums a sublayer does not wait for
+    stale: int = 0  # how many of the newest sums are still missing from what a sublayer reads
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block that its sublayers use
-
-    def __post_init__(self):
-        # kept, since the compiler cannot trace own_name
-        object.__setattr__(self, "own_names", [own_name(h) for h in self.block_sublayers])
-        object.__setattr__(self, "own_name_of_loop", own_name(self.loop))
-
-    def run(self, x, sublayers, comm, config):
-        """Return the generator that the loop makes."""
-        return as_defined_now(self.loop, self.own_name_of_loop)(x, sublayers, comm, config)
 
     def left_out(self):
         """Return the Wiring of the layers that NAME:n leaves out, which this wiring's loop runs, too."""
@@ -331,8 +314,8 @@ WIRINGS = {
     "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=1),
     "parallel": Wiring("attention + MLP of one input", (attention_plus_mlp,), norms=("attention_norm",)),
     "parallel-ladder": Wiring("parallel, one block stale", (attention_plus_mlp,), stale=1, norms=("attention_norm",)),
-    "pair": Wiring("two neighbouring blocks of one input", blocks=2),
-    "pair-ladder": Wiring("pair, one sublayer stale", blocks=2, stale=1),
+    "pair": Wiring("two neighbouring blocks of one input", layers_per_input=2),
+    "pair-ladder": Wiring("pair, one sublayer stale", layers_per_input=2, stale=1),
 }
 
 
@@ -363,27 +346,11 @@ def list_sublayers(config, layers, metadata=None, cache=None):
     wirings = wirings_of_layers(config, len(layers))
     while i < len(layers):
         wiring = wirings[i]
-        side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.blocks)]
-        for h, name in zip(wiring.block_sublayers, wiring.own_names, strict=True):
-            h = as_defined_now(h, name)
+        side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.layers_per_input)]
+        for h in wiring.sublayers_as_defined_now():
             sublayers.append((functools.partial(_run_blocks, h, side_by_side), wiring.stale))
-        i += wiring.blocks
+        i += wiring.layers_per_input
     return sublayers
-
-
-def wirings_of_layers(config, n_layers):
-    """Return the Wiring of each layer of a model.
-
-    Layers may be deleted, as by `del model.layers[3]`, or added, where all are wired alike, one by one, and run by
-    residual_loop. Raises InputError for other wirings, which go by the numbers of layers.
-    """
-    if n_layers == config.n_layers:
-        return config.layer_wirings
-    wiring = config.named_wiring
-    if wiring.loop is not wiring.usual_loop or wiring.blocks > 1 or {*config.layer_wirings} != {wiring}:
-        what = f"the model has {n_layers} layers, and its config says n_layers {config.n_layers}"
-        raise InputError(f"{what}: change that, too, since wiring {config.wiring} goes by the numbers of layers")
-    return (wiring,) * n_layers
 
 
 def _run_blocks(sublayer, side_by_side, x):  # usually of one block
@@ -469,7 +436,7 @@ class Attention(nn.Module):
         q, k, v, *others = self.split_heads(self.wqkv(x), metadata)  # others: gates, in heads.py
         rope, mask = self.rope_and_mask(metadata)
         q, k, v = rotate_into_cache(q, k, v, rope, metadata, cache)
-        if cache is not None and mask is not None:  # without a mask the rows begin here: their own k and v are all
+        if cache is not None and mask is not None:  # without a mask nothing older is in the cache: k and v are all
             k, v = cache
         y = self.attend(q, k, v, mask, metadata)
         return self.wo(self.join_heads(y, *others))
@@ -678,7 +645,7 @@ def cache_slots(cache):
 
 
 def dummy_slot(cache):
-    """Return the index of the last slot, which no pass reads: so it is the number of the others.
+    """Return the index of the last slot, which is also the number of slots that a pass may read: not this one.
 
     Tokens at positions past the end, such as a draft's last proposals, are written there. And it keeps a step from
     reading all slots, for which the compiler would make another graph.

@@ -46,11 +46,12 @@ class TensorParallel(Collectives):
     """
 
     def __init__(self, config, shares, group):
-        from ladder.kernels import ordered, registry  # late: it defines torch.ops.ladder
+        from ladder.kernels import ordered, registry  # only here, since it registers torch.ops.ladder
 
         registry.use(ordered.KERNELS)
         self.settle_operator = ordered.settle_operator()
-        self.tp_size = self.lanes = len(shares)  # ladder/lanes wraps this where a rank holds several lanes
+        self.tp_size = len(shares)
+        self.lanes = len(shares)  # partials in a sum: one of each rank, and more where ladder/lanes/ wraps this
         self.on_host = getattr(group, "on_host", self.on_host)
         self.vocab_size = config.vocab_size
         self.group_name = group.group_name
@@ -64,8 +65,8 @@ class TensorParallel(Collectives):
     def wait(self, pending):
         return torch.ops._c10d_functional.wait_tensor(pending)
 
-    # In compiled code, and where ranks sum in shared memory, the kernels of ladder/kernels/ordered.py stand in for
-    # these two. They keep the order in which sums overlap, which with --compile --plain the compiler may change.
+    # These two do what their base does. They are here to be @plain: in compiled code, and where ranks sum in shared
+    # memory, kernels that keep the order of the loop stand in for them (ladder/kernels/ordered.py).
 
     @plain
     def settle(self, x, pending, newer=()):
@@ -93,8 +94,8 @@ def shard_plan(config, rank, shares):
     """Return {name: (dimension, [(start, stop), ...])}: what a rank holds of each linear or norm that ranks share out.
 
     Column-parallel (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
-    vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. Raises InputError if a rank would have no
-    head or no neuron.
+    vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. There may be as many ranks as query heads;
+    raises InputError if a rank would have no head or no neuron.
     """
     N = config.n_heads
     if len(shares) > N:
@@ -106,9 +107,9 @@ def shard_plan(config, rank, shares):
         plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
     for each in config.architecture:  # what a Llama does not have
         plan |= each.plan_of_heads(config, wo)
-        if units := each.sharded_units(config):
-            n, name, linears = units
-            first, end = split_range(n, rank, shares, name)
+        if shared_out := each.sharded_units(config):
+            n, units, linears = shared_out  # such as 16, "heads", {"wq": (0, [(0, 4)])}: see its docstring
+            first, end = split_range(n, rank, shares, units)
             for linear, (dim, parts) in linears.items():
                 plan[linear] = dim, [(offset + first * size, offset + end * size) for offset, size in parts]
     return plan
@@ -131,9 +132,12 @@ def head_ranges(config, rank, shares):
 
     Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Beyond K
     ranks, rank r holds a copy of KV head r * K // tp_size, and the holders of a KV head divide its query heads by their
-    shares. For example, of 2 KV heads with 4 query heads each on 3 ranks, ranks 0 and 1 hold KV head 0 and 2 of its
-    query heads each: rank 0 the rows 0 to 2 H and 4 H to 6 H of wqkv and columns 0 to 2 H of wo; rank 1 rows 2 H to 6 H
-    and columns 2 H to 4 H. Rank 2 holds KV head 1 and all its query heads: rows 6 H to 12 H and columns 4 H to 8 H.
+    shares. For example, 2 KV heads with 4 query heads each on 3 equal ranks, of which the last one computes the most:
+
+                KV head    its query heads    rows of wqkv                  columns of wo
+        rank 0  0          0, 1               0 to 2 H and 4 H to 6 H       0 to 2 H
+        rank 1  0          2, 3               2 H to 4 H and 4 H to 6 H     2 H to 4 H
+        rank 2  1          0 to 3             6 H to 12 H                   4 H to 8 H
     """
     N = config.n_heads
     K = config.n_kv_heads
@@ -156,7 +160,11 @@ def head_ranges(config, rank, shares):
 
 
 def neuron_range(config, neurons, rank, shares):
-    """Return the range of an MLP's neurons that a rank holds: rows of w1 and w3, columns of w2."""
+    """Return the range of an MLP's neurons that a rank holds: rows of w1 and w3, columns of w2.
+
+    Neurons whose columns of w2 share a scale stay together where they can (quant_linear.neuron_unit). Raises InputError
+    if there are fewer such groups than ranks, or lanes of a model that was made for a number of lanes (ladder/lanes/).
+    """
     unit = neuron_unit(config, neurons, shares)
     units = neurons // unit
     if len(shares) > units:
@@ -183,7 +191,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int = 0
     ranges: list | None = None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
-    columns_per_element: int = 1  # columns of the matrix: 2 for a byte of int4, group_size for one of its scales
+    columns_per_element: int = 1  # that a stored number covers: 2 for a byte of int4, group_size for one of its scales
     as_stored: bool = False  # keep the stored dtype, float16 or bfloat16: scales of groups in a model of bfloat16
     zeros: bool = False  # zeros instead of the tensor: a bias that rank 0 alone adds
 
@@ -227,24 +235,29 @@ def plan_key(name):
 
 
 def _shard_slice(model, name, whole, plan, dtype, rank):
+    """Return the ShardSlice of the parameter `name`, of which a whole model has `whole`.
+
+    Of a linear, a rank holds:
+
+                          column-parallel (dimension 0)    row-parallel (dimension 1)
+        weight            its rows                         its columns
+        bias              its rows                         all on rank 0, zeros on the others: the sum adds it once
+        scales of rows    its rows                         all
+        scales of groups  its rows                         those of its columns
+    """
     path, _, tensor = name.rpartition(".")  # e.g. "layers.3.attention.wo" and "weight"
     owner = name if path.endswith((".attention", ".feed_forward")) else path  # they may have parameters of their own
     dim, ranges = plan.get(plan_key(owner), (0, None))  # None: all of a norm or an embedding
-    as_stored = whole.dtype == torch.float16 and dtype == torch.bfloat16  # only scales and zeros of groups are float16
-    if whole.itemsize == 1:  # integers or e4m3
-        dtype = whole.dtype
-    if model.config.stays_float32(name):
-        dtype = torch.float32
-    row_parallel = dim == 1
-    if row_parallel and tensor == "bias":  # added to a partial sum, so by rank 0 alone
-        return ShardSlice(whole.shape, dtype, zeros=rank > 0)
-    if row_parallel and whole.shape[-1] == 1:  # scales of int8, one for each row, whatever columns a rank has
-        ranges = None
+    dtype, as_stored = _slice_dtype(model.config, name, whole, dtype)
+    columns_per_element = 1
+    if dim == 1:
+        if tensor == "bias":
+            return ShardSlice(whole.shape, dtype, zeros=rank > 0)
+        if whole.shape[-1] == 1:  # scales of rows
+            ranges = None
+        columns_per_element = model.get_submodule(path).in_features // whole.shape[-1]
     if ranges is None:
         return ShardSlice(whole.shape, dtype, as_stored=as_stored)
-    columns_per_element = 1
-    if row_parallel:
-        columns_per_element = model.get_submodule(path).in_features // whole.shape[-1]
     if ".experts." in name:  # the dimension of the experts comes first
         dim += 1
     shape = list(whole.shape)
@@ -252,11 +265,21 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
     return ShardSlice(tuple(shape), dtype, dim, ranges, columns_per_element, as_stored)
 
 
-def stored_length(start, stop, columns_per_element):
-    """Return how many stored elements cover columns `start` to `stop` of a matrix.
+def _slice_dtype(config, name, whole, dtype):
+    """Return (the dtype of a slice, whether it keeps that of the checkpoint), in a model of `dtype`."""
+    if config.stays_float32(name):
+        return torch.float32, False
+    if whole.itemsize == 1:  # integers or e4m3
+        return whole.dtype, False
+    is_scale_of_groups = whole.dtype == torch.float16  # as build makes scales and zeros of groups, and nothing else
+    return dtype, is_scale_of_groups and dtype == torch.bfloat16
 
-    A bound that cuts a group makes all groups smaller (quant_linear.regroup): columns 0 to 96 with scales for groups of
-    64 need 3 scales for groups of 32.
+
+def stored_length(start, stop, columns_per_element):
+    """Return how many stored numbers cover columns `start` to `stop` of a matrix.
+
+    Where a bound cuts a group, all groups become smaller, of as many columns as divide both bounds and the former size
+    (quant_linear.regroup): columns 0 to 96 with scales for groups of 64 need 3 scales, for groups of 32.
     """
     return (stop - start) // math.gcd(columns_per_element, start, stop)
 
@@ -282,12 +305,16 @@ def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddin
         check_shape(weights, name, model.get_parameter(name).shape)
         set_parameter(model, name, read_slice(weights, name, piece, device))
     if config.tie_embeddings:
-        start, stop = vocab_range(config.vocab_size, rank, shares)
-        whole = stop - start == config.vocab_size
-        model.output.table_rows = start, stop
-        for name, table in model.tok_embeddings.named_parameters():
-            set_parameter(model, f"output.{name}", table if whole else table[start:stop])  # one parameter, or a view
+        tie_output(model, *vocab_range(config.vocab_size, rank, shares))
     return model.to(device)  # moves the rope frequencies, which build made on the CPU; they stay float32
+
+
+def tie_output(model, start, stop):
+    """Let rows `start` to `stop` of the embedding be the output head: one parameter if these are all, else a view."""
+    whole = stop - start == model.config.vocab_size
+    model.output.table_rows = start, stop
+    for name, table in model.tok_embeddings.named_parameters():
+        set_parameter(model, f"output.{name}", table if whole else table[start:stop])
 
 
 def set_parameter(model, name, tensor):

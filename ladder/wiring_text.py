@@ -65,7 +65,7 @@ def choose_layers(parsed, wiring, n):
     """Return the layers, of n, that a Parsed wires so. wiring: its model.Wiring. Raises InputError."""
     parameter = parsed.parameter
     text = wiring_name(*parsed)
-    chosen = parameter if isinstance(parameter, tuple | range) else range(n % wiring.blocks, n)
+    chosen = parameter if isinstance(parameter, tuple | range) else range(n % wiring.layers_per_input, n)
     if isinstance(parameter, int) and wiring.takes_layers:
         chosen = range(max(-1, n - parameter), n)  # -1: too many, refused below
     if not 0 < len(chosen) <= n or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(n)):
@@ -73,8 +73,8 @@ def choose_layers(parsed, wiring, n):
         raise InputError(f"wiring {text} does not fit {n} layers: {fit}")
     if wiring.stale > 2 * n:
         raise InputError(f"wiring {text} is {wiring.stale} sublayers stale: {n} layers take up to {2 * n}")
-    blocks = wiring.blocks
-    firsts = sorted(chosen)[:: wiring.blocks]
+    blocks = wiring.layers_per_input
+    firsts = sorted(chosen)[:: wiring.layers_per_input]
     if sorted(chosen) != [i + j for i in firsts for j in range(blocks)]:
         raise InputError(f"wiring {text}: its layers are wired in groups of {blocks} neighbours, e.g. 0-{blocks - 1}")
     return chosen

@@ -65,7 +65,11 @@ def table_entry(changes):
 
 def variants(name):
     """Return the config changes to test a wiring with; one layer alone has a seam on either side."""
-    layers = ",".join(map(str, range(find_wiring(name).blocks))) if find_wiring(name).blocks > 1 else "1,"
+    layers = (
+        ",".join(map(str, range(find_wiring(name).layers_per_input)))
+        if find_wiring(name).layers_per_input > 1
+        else "1,"
+    )
     wiring = find_wiring(name)
     some = [f"{name}:{layers}"] if wiring.takes_layers else [f"{name}:4"] * (":N" in wiring.forms)
     more = {"ladder": ["ladder:2", "ladder:0,1", "ladder-3"], "delayed": ["delayed-2", "delayed-3:1-2"]}.get(name, [])

@@ -171,7 +171,7 @@ class Reference:
         found = re.fullmatch(r"(.*?)(-\d+)?(?::([^/]*))?(?:/\d+)?", self.c.wiring)
         name, stale, chosen = found.groups()
         wiring = find_wiring(name)
-        layers = [*range(c.n_layers % find_wiring(name).blocks, c.n_layers)]
+        layers = [*range(c.n_layers % find_wiring(name).layers_per_input, c.n_layers)]
         if chosen and name != "desync":
             numbers = [int(number) for number in re.findall(r"\d+", chosen)]
             if "-" in chosen:
@@ -199,7 +199,7 @@ class Reference:
         layer = 0
         while layer < self.c.n_layers:
             wired = layer in layers
-            together = range(layer, layer + (wiring.blocks if wired else 1))
+            together = range(layer, layer + (wiring.layers_per_input if wired else 1))
             parts = [self.parts(i, wiring if wired else find_wiring("standard")) for i in together]
             for side_by_side in zip(*parts, strict=True):
                 out.append((lambda x, s, hs=side_by_side: sum(h(x, s) for h in hs), stale if wired else 0))

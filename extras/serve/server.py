@@ -417,7 +417,7 @@ def main(argv=None):
     if job.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
     world.say(f"loading {args.checkpoint} ...")
-    runner, _ = generate.load(job)
+    runner, _ = generate.make_runner(job)
     rows = Rows(runner, job.config.eos_ids)
     if args.compile:
         from ladder.kernels import compiling

@@ -154,7 +154,7 @@ def read(args):
         if (
             chosen.parsed.parameter is not None
             or not wired.takes_layers
-            or wired.blocks > 1
+            or wired.layers_per_input > 1
             or wired.reads_partials
             or wired.left_out() != find_wiring("standard")
             or config.named_wiring != rewired(config, "standard").named_wiring

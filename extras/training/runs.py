@@ -52,8 +52,10 @@ def read_configs(args):
             or os.path.realpath(args.distill) != os.path.realpath(args.checkpoint)
         ):
             raise InputError(f"{flag} takes a --wiring that changes and the checkpoint itself as the teacher")
-        if len({len(w.block_sublayers) * w.blocks for w in (*own.layer_wirings, *config.layer_wirings)}) > 1 or any(
-            each.named_wiring.blocks > 1
+        if len(
+            {len(w.block_sublayers) * w.layers_per_input for w in (*own.layer_wirings, *config.layer_wirings)}
+        ) > 1 or any(
+            each.named_wiring.layers_per_input > 1
             or each.named_wiring.fixed_shards
             or each.named_wiring.left_out() != find_wiring("standard")
             for each in (own, config)  # farskip's sublayers return pairs, and differ from standard's in all layers

@@ -31,7 +31,7 @@ class PostNorm(Architecture):
         upper-bound is taken: its results mean nothing in any case.
         """
         wiring = config.named_wiring
-        adds_partials = wiring.reads_partials or wiring.blocks > 1 or len(wiring.norms) < 2
+        adds_partials = wiring.reads_partials or wiring.layers_per_input > 1 or len(wiring.norms) < 2
         if config.wiring != "upper-bound" and (adds_partials or not {*wiring.block_sublayers} <= POST_NORMS.keys()):
             raise InputError(
                 f"wiring {config.wiring} is not for models with {self.name}: it takes partials that are not normed yet"

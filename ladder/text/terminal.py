@@ -48,7 +48,7 @@ def is_stopped(steps, world):
 def chat_on_terminal(job, runner):
     """Read lines and answer each. With a chat template the lines are user messages; without one the text just goes on.
 
-    job: a Job. runner: what generate.load returns for it.
+    job: a Job. runner: what generate.make_runner returns for it.
     """
     world = job.world
     tokenizer = job.tokenizer

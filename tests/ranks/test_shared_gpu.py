@@ -86,9 +86,9 @@ def test_sums_through_the_host_are_not_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(type(net), "device", torch.device("cuda"))
     cache = net.layers  # any
-    assert Runner(net, cache).graphs.is_eager
+    assert Runner(net, cache).passes.graphs.is_eager
     net.comm = types.SimpleNamespace(on_host=shared_gpu.ThroughHost.on_host, tp_size=2)
-    assert Runner(net, cache).graphs is None
+    assert Runner(net, cache).passes.graphs is None
     monkeypatch.setattr(compiling, "prepare", lambda device: None)
     refused("--compile captures sums", Runner, net, cache, compile=True)
 
