@@ -191,7 +191,7 @@ def quantized(weights, config, tokens=None):
     return read
 
 
-def main(argv=None):
+def parse(argv=None):
     p = flags.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
     words = "4 bits cost quality; fp8 is for Ada, Hopper and Blackwell GPUs, and costs more than int8"
@@ -206,14 +206,25 @@ def main(argv=None):
     outputs.check_absent_first(args.out)
     if args.text and args.mode != "int4":
         raise InputError(f"--text is for int4, not for --mode {args.mode}")
-    config = writing.read_original(args.checkpoint)
-    weights = checkpoint.Weights(args.checkpoint)
+    return args
+
+
+def quantized_config(config, args):
+    """Return the Config of the quantized model. Raises InputError, also for lanes that would cut groups."""
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     not_quantized = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
     tied = args.mode == "int4" and config.tie_embeddings and "tok_embeddings" not in not_quantized
     form = {"quant": args.mode, "group_size": group_size, "not_quantized": not_quantized}
     new = dataclasses.replace(config, **form, int8=("tok_embeddings",) if tied else ())
-    shard_plan(new, 0, new.named_wiring.shards())  # raises InputError for lanes that would cut groups
+    shard_plan(new, 0, new.named_wiring.shards())
+    return new
+
+
+def main(argv=None):
+    args = parse(argv)
+    config = writing.read_original(args.checkpoint)
+    new = quantized_config(config, args)
+    weights = checkpoint.Weights(args.checkpoint)
     for name, shape in writing.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
     sizes = {}
@@ -234,10 +245,8 @@ def main(argv=None):
         writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE_BYTES))
     small = sum(sizes.values())
     print(f"{args.out}: {small / 1e6:,.1f} MB, {total / small:.2f} times smaller than before ({total / 1e6:,.1f} MB)")
-    command = shlex.join(
-        ["python", "eval.py", "--checkpoint", args.out, "--compare", args.checkpoint, "--text", "FILE"]
-    )
-    print(f"what that costs: {command}")
+    words = ["python", "eval.py", "--checkpoint", args.out, "--compare", args.checkpoint, "--text", "FILE"]
+    print(f"what that costs: {shlex.join(words)}")
 
 
 if __name__ == "__main__":

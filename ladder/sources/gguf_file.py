@@ -314,32 +314,22 @@ def config(values, tensors):
     if name not in GGUF_ARCHITECTURES:
         raise InputError(f"architecture {name!r} is not supported; {', '.join(GGUF_ARCHITECTURES)} are")
     architecture = GGUF_ARCHITECTURES[name]
-    prefix = f"{name}."
-    given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and value}
-    if not values.get(f"{prefix}attention.causal", True):
-        raise InputError(f"{prefix}attention.causal is false: a model that reads what follows is not computed")
-    needed = *NEEDED, *("expert_used_count",) * ("expert_count" in given), *architecture.needed
-    if missing := [name for name in needed if name not in given]:
-        raise InputError(f"it has no {prefix}{missing[0]}")
-    scaling = {"rope.scaling.type": "linear"} if "rope.scaling.factor" in given else {}
-    given = {"attention.head_count_kv": given["attention.head_count"], "rope.freq_base": 10000.0, **scaling, **given}
+    given = given_values(values, architecture, f"{name}.")
     mixture = "expert_count" in given and architecture.mixture
     windowed = "attention.sliding_window" in given and architecture.windowed
     family = mixture or windowed or architecture.family
     known = {*FAMILIES[family].keys, *REQUIRED}
-    left = given.keys() - OTHERS
-    rope = {}
     hf = {key: given[name] for key, name in KEYS.items() if name in given and key in known}
-    left -= {KEYS[key] for key in hf}
+    read = {KEYS[key] for key in hf}
     hf |= {"model_type": family, "vocab_size": tensors["token_embd.weight"].shape[0]}
     hf |= {"tie_word_embeddings": "output.weight" not in tensors}
     width = hf["hidden_size"] // hf["num_attention_heads"]
     n_layers = hf["num_hidden_layers"]
     if not 0 < n_layers <= checkpoint.MOST_LAYERS:
-        raise InputError(f"{prefix}block_count is {n_layers} but must be 1 to {checkpoint.MOST_LAYERS}")
+        raise InputError(f"{name}.block_count is {n_layers} but must be 1 to {checkpoint.MOST_LAYERS}")
     head_dim = hf.setdefault("head_dim", width)
     if given.get("attention.value_length", head_dim) != head_dim:
-        raise InputError(f"{prefix}attention.value_length is not {head_dim}, the size of a head, which is not computed")
+        raise InputError(f"{name}.attention.value_length is not {head_dim}, the size of a head, which is not computed")
     absent = {  # llama.cpp's defaults, where those of transformers are others
         "sliding_window": architecture.window, "attention_multiplier": head_dim**-0.5,
         "original_max_position_embeddings": hf["max_position_embeddings"],
@@ -347,24 +337,44 @@ def config(values, tensors):
     hf |= {key: value for key, value in absent.items() if key in known and key not in hf}
     more = {
         "attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_down.bias" in tensors,
-        "norm_topk_prob": values.get(f"{prefix}expert_weights_norm", True),
+        "norm_topk_prob": values.get(f"{name}.expert_weights_norm", True),
         "query_pre_attn_scalar": width if n_layers == architecture.wide_queries else head_dim,  # not in the file
     }  # fmt: skip
     hf |= {key: value for key, value in more.items() if key in known}
     if pattern := given.get("attention.sliding_window_pattern"):  # every such layer has no window, or a list
         windows = pattern if isinstance(pattern, list) else [(i + 1) % pattern for i in range(n_layers)]
         hf["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+    rope, read_by_rope = rope_settings(given, tensors, head_dim)
+    if left := given.keys() - OTHERS - read - read_by_rope:
+        raise InputError(f"{name}.{min(left)} {given[min(left)]!r} is unknown here")
+    hf["eos_token_id"] = end_token_ids(values)
+    return {**hf, "bos_token_id": values.get("tokenizer.ggml.bos_token_id"), "rope_scaling": rope or None}
+
+
+def given_values(values, architecture, prefix):
+    """Return the values whose keys begin with prefix, without that, and with llama.cpp's defaults of absent ones."""
+    given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and value}
+    if not values.get(f"{prefix}attention.causal", True):
+        raise InputError(f"{prefix}attention.causal is false: a model that reads what follows is not computed")
+    needed = *NEEDED, *("expert_used_count",) * ("expert_count" in given), *architecture.needed
+    if missing := [name for name in needed if name not in given]:
+        raise InputError(f"it has no {prefix}{missing[0]}")
+    scaling = {"rope.scaling.type": "linear"} if "rope.scaling.factor" in given else {}
+    return {"attention.head_count_kv": given["attention.head_count"], "rope.freq_base": 10000.0, **scaling, **given}
+
+
+def rope_settings(given, tensors, head_dim):
+    """Return (rope_scaling of a config.json, the keys of `given` that it comes from)."""
+    rope = {}
+    read = set()
     if given.get("rope.dimension_count", head_dim) != head_dim:
         rope["partial_rotary_factor"] = given["rope.dimension_count"] / head_dim
     if given.get("rope.scaling.type") in ("linear", "yarn"):
         rope |= {key: given[name] for key, name in SCALING.items() if name in given}
-        left -= {*SCALING.values()}
+        read |= {*SCALING.values()}
     factors = [tensors[name].floats().tolist() for name in (*FACTORS, FREQUENCIES, FREQUENCIES) if name in tensors]
     if factors:
         rope |= {"rope_type": "longrope", "attention_factor": given.get("rope.scaling.attn_factor", 1.0)}
         rope |= dict(zip(("short_factor", "long_factor"), factors, strict=True))
-        left -= {"rope.scaling.type", "rope.scaling.attn_factor", "rope.scaling.factor"}
-    if left:
-        raise InputError(f"{prefix}{min(left)} {given[min(left)]!r} is unknown here")
-    hf["eos_token_id"] = end_token_ids(values)
-    return {**hf, "bos_token_id": values.get("tokenizer.ggml.bos_token_id"), "rope_scaling": rope or None}
+        read |= {"rope.scaling.type", "rope.scaling.attn_factor", "rope.scaling.factor"}
+    return rope, read

@@ -137,52 +137,65 @@ def read_hf(values):
     for a family, or a feature of one, that model.py does not compute.
     """
     outer = values
-    values = text_values(values)
-    name = find_family(values)
+    values = text_values(outer)
     has_towers = values is not outer
+    family = family_of(values)
+    if family.translate:
+        values = pkgutil.resolve_name(family.translate)(values)
+    missing = [key for key in REQUIRED if values.get(key, family.keys.get(key)) is None]
+    missing += [key for key in family.needs if key not in values]
+    if missing:
+        raise InputError(f"{missing[0]} is missing")
+    rope_key, rope, near = rope_of(values, family.keys.get("rope_parameters"))
+    names = {*family.keys, *REQUIRED}
+    rope_names = names | ALL_ROPE_KEYS
+    own, ignored = read_keys(values, names, family)
+    rope, ignored_rope = read_keys(rope, rope_names, family, f"{rope_key}.")
+    near, ignored_near = read_keys(near, rope_names, family, f"{rope_key}.")
+    ignored |= ignored_rope | ignored_near
+    if ignored and family.strict:
+        key, value = ignored.popitem()
+        words = "drop it from config.json if what the model computes does not depend on it"
+        raise InputError(f"{key} {as_json(value)} is unknown: {words}")
+    for key, instead in INTERVALS.items():
+        if key in family.keys and own.get(key, family.keys[key]) is None and not own.get(instead):
+            raise InputError(f"{key} is null but must be a whole number above 0, unless there are {instead}")
+    return {
+        **family.keys, **own, "family": family, "rope_scaling": rope, "near_rope": near, "ignored": [*ignored],
+        "has_towers": has_towers,
+    }  # fmt: skip
+
+
+def family_of(values):
+    """Return the Family of a config.json's values. Raises InputError if there is none."""
+    name = find_family(values)
     if "n_layers" in values and name is None:
         raise InputError("this is a checkpoint of this project already, which needs no conversion")
     check_values(values, {"num_hidden_layers", "rope_scaling", "rope_parameters"})
     if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(f"model_type {as_json(name)} is not supported; {', '.join(FAMILIES)} are")
-    family = FAMILIES[name]
-    known = family.keys
-    if family.translate:
-        values = pkgutil.resolve_name(family.translate)(values)
-    missing = [key for key in REQUIRED if values.get(key, known.get(key)) is None]
-    missing += [key for key in family.needs if key not in values]
-    if missing:
-        raise InputError(f"{missing[0]} is missing")
-    rope_key, rope, near = rope_of(values, known.get("rope_parameters"))
+    return FAMILIES[name]
+
+
+def read_keys(given, names, family, prefix=""):
+    """Return ({key: value} of the given values that are read, {key: value} of those that change nothing).
+
+    names: the keys that may be read. prefix: of the keys, for messages. Raises InputError for a value that is not
+    supported.
+    """
     only = ONLY_VALUES | family.only
-    read = {*known, *REQUIRED}
     harmless = HARMLESS | only.keys() | {"model_type", "rope_scaling", "rope_parameters"}
-    turned = read | ALL_ROPE_KEYS
-    results = []
     ignored = {}
-    for prefix, given, names in ("", values, read), (f"{rope_key}.", rope, turned), (f"{rope_key}.", near, turned):
-        check_values(given, names, prefix)
-        for key, value in given.items():
-            if key in REMEDIES and value:
-                raise InputError(f"{key} is not supported; {REMEDIES[key]}")
-            is_read = key in known and key not in family.only
-            if not is_read and value not in (only.get(key, value), None):
-                raise InputError(f"{key} {as_json(value)} is not supported, only {as_json(only[key])} is")
-            if key not in names | harmless and value is not None:
-                ignored[prefix + repr(key)[1:-1]] = value
-        results.append({key: value for key, value in given.items() if key in names and key not in family.only})
-    if ignored and family.strict:
-        key, value = ignored.popitem()
-        words = "drop it from config.json if what the model computes does not depend on it"
-        raise InputError(f"{key} {as_json(value)} is unknown: {words}")
-    own, rope, near = results
-    for key, instead in INTERVALS.items():
-        if key in known and own.get(key, known[key]) is None and not own.get(instead):
-            raise InputError(f"{key} is null but must be a whole number above 0, unless there are {instead}")
-    return {
-        **known, **own, "family": family, "rope_scaling": rope, "near_rope": near, "ignored": [*ignored],
-        "has_towers": has_towers,
-    }  # fmt: skip
+    check_values(given, names, prefix)
+    for key, value in given.items():
+        if key in REMEDIES and value:
+            raise InputError(f"{key} is not supported; {REMEDIES[key]}")
+        is_read = key in family.keys and key not in family.only
+        if not is_read and value not in (only.get(key, value), None):
+            raise InputError(f"{key} {as_json(value)} is not supported, only {as_json(only[key])} is")
+        if key not in names | harmless and value is not None:
+            ignored[prefix + repr(key)[1:-1]] = value
+    return {key: value for key, value in given.items() if key in names and key not in family.only}, ignored
 
 
 def eos_ids(values, hf, generated):

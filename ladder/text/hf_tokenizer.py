@@ -69,16 +69,36 @@ class JsonTokenizer(Tokenizer):
 
 def read_settings(tokenizer, folder, vocab_size):
     """Give a tokenizer what the settings files beside it say: special tokens, the chat template, whether to add BOS."""
-
-    def read(name):
-        return read_json(folder / name) if (folder / name).exists() else {}
-
-    settings = read("tokenizer_config.json")
+    settings = _read_if_there(folder / "tokenizer_config.json")
     if settings.get("added_tokens_decoder") is None:  # older folders have two more files instead of this key
-        settings |= read("special_tokens_map.json")
+        settings |= _read_if_there(folder / "special_tokens_map.json")
     for key, words in REFUSED_SETTINGS.items():
         if settings.get(key):
             raise InputError(f"{folder}/tokenizer_config.json: {key} is not supported, since {words}: set it to false")
+    named, special = _special_tokens(settings, tokenizer)
+    added = settings.get("added_tokens_decoder") or {
+        i: {"content": text, "special": text in special, "normalized": text not in special}
+        for text, i in _read_if_there(folder / "added_tokens.json").items()
+    }
+    _add_tokens(tokenizer, added, named, special, folder, vocab_size)
+    tokenizer.template = _chat_template(settings, folder)
+    tokenizer.template_variables = named
+    bos = tokenizer.special.get(named.get("bos_token"))
+    splits = isinstance(tokenizer, SplittingTokenizer)
+    if settings.get("add_bos_token") is False or splits and bos is None:
+        tokenizer.prefix = []
+    elif bos is not None and bool(tokenizer.prefix) == splits and (splits or settings.get("add_bos_token")):
+        tokenizer.prefix = [bos]
+    tokenizer.spaced = settings.get("add_prefix_space") is not False
+    tokenizer.legacy = settings.get("legacy") is not False
+
+
+def _read_if_there(path):
+    return read_json(path) if path.exists() else {}
+
+
+def _special_tokens(settings, tokenizer):
+    """Return ({such as "bos_token": its text}, {text of a special token: the token as the settings have it})."""
     others = [settings.get(key) or [] for key in ("extra_special_tokens", "additional_special_tokens")]
     named = {key: text for key, text in tokenizer.template_variables.items() if key not in settings}
     for each in (settings, *others):  # others: lists, or names of a model's own
@@ -86,11 +106,11 @@ def read_settings(tokenizer, folder, vocab_size):
         named |= {key: token for key, token in own if key.endswith("_token") and _text(token)}
     listed = [token for each in others if isinstance(each, list) for token in each]
     special = {_text(token): token for token in (*listed, *named.values()) if _text(token)}
-    named = {key: _text(token) for key, token in named.items()}
-    added = settings.get("added_tokens_decoder") or {
-        i: {"content": text, "special": text in special, "normalized": text not in special}
-        for text, i in read("added_tokens.json").items()
-    }
+    return {key: _text(token) for key, token in named.items()}, special
+
+
+def _add_tokens(tokenizer, added, named, special, folder, vocab_size):
+    """Add the tokens {id: token} to a tokenizer, and those special ones that are in its vocabulary already."""
     for key in sorted(added, key=int):
         i = int(key)
         token = added[key]
@@ -106,21 +126,17 @@ def read_settings(tokenizer, folder, vocab_size):
             tokenizer.add((token if isinstance(token, dict) else {}) | {"content": text, "special": True}, i)
         elif text in named.values() and text in tokenizer.special:
             tokenizer.add({"content": text, "special": True}, tokenizer.special[text])
-    # chat_template.json belongs to a processor of pictures and texts; transformers' tokenizers prefer the other places
-    tokenizer.template = settings.get("chat_template") or read(TEMPLATE_FILES[1]).get("chat_template")
-    if isinstance(tokenizer.template, list):  # several templates, each with a name
-        tokenizer.template = {each["name"]: each["template"] for each in tokenizer.template}.get("default")
+
+
+def _chat_template(settings, folder):
+    """Return the text of the chat template, or None."""
     if (folder / TEMPLATE_FILES[0]).exists():
-        tokenizer.template = read_text(folder / TEMPLATE_FILES[0])
-    tokenizer.template_variables = named
-    bos = tokenizer.special.get(named.get("bos_token"))
-    splits = isinstance(tokenizer, SplittingTokenizer)
-    if settings.get("add_bos_token") is False or splits and bos is None:
-        tokenizer.prefix = []
-    elif bos is not None and bool(tokenizer.prefix) == splits and (splits or settings.get("add_bos_token")):
-        tokenizer.prefix = [bos]
-    tokenizer.spaced = settings.get("add_prefix_space") is not False
-    tokenizer.legacy = settings.get("legacy") is not False
+        return read_text(folder / TEMPLATE_FILES[0])
+    # chat_template.json belongs to a processor of pictures and texts; transformers' tokenizers prefer the other places
+    template = settings.get("chat_template") or _read_if_there(folder / TEMPLATE_FILES[1]).get("chat_template")
+    if isinstance(template, list):  # several templates, each with a name
+        return {each["name"]: each["template"] for each in template}.get("default")
+    return template
 
 
 def _without(text, names):
