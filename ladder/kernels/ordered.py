@@ -63,7 +63,7 @@ def _gather(part, tp_size, group):
 def settle(self, x, pending, newer=()):
     """Return x + the sum; when compiled, the wait comes after the last of the `newer` starts."""
     in_cpp = self.settle_operator is not torch.ops.ladder.settle
-    if not newer or not (in_cpp or torch.compiler.is_compiling()):
+    if not newer or not (in_cpp or torch.compiler.is_compiling()) or not isinstance(newer[-1], torch.Tensor):
         return None
     if x.is_cuda:  # the compiler fuses the + with the next norm; on a CPU there is nothing to gain by that
         torch.ops.ladder.wait_after(pending, newer[-1])  # declared to modify `pending`, so the + stays behind it
@@ -73,7 +73,8 @@ def settle(self, x, pending, newer=()):
 
 def pin(self, x, newer):
     """Return a copy of x that, when compiled, comes after the last of the `newer` starts."""
-    return self.settle_operator(x, None, newer[-1]) if torch.compiler.is_compiling() else None
+    in_order = torch.compiler.is_compiling() and isinstance(newer[-1], torch.Tensor)  # else an edited start's own
+    return self.settle_operator(x, None, newer[-1]) if in_order else None
 
 
 WAIT = ("tp.TensorParallel.wait",)

@@ -510,6 +510,25 @@ def test_a_replaced_wait_is_traced_into_compiled_code():
         assert torch.isfinite(compiled).all()
 
 
+def logits_of_scaled_sums(world, compile):
+    """Of a ladder whose start and wait hand on a scale beside the sum."""
+    net = load("float32", world=world, wiring="ladder")
+    start = tp.TensorParallel.start
+    wait = tp.TensorParallel.wait
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(tp.TensorParallel, "start", lambda self, partial: (start(self, partial / 4), 4))
+        m.setattr(tp.TensorParallel, "wait", lambda self, pending: pending[1] * wait(self, pending[0]))
+        scaled = logits(net, compile=compile)
+    return scaled, logits(net)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_start_may_return_what_only_its_wait_understands(compile):
+    for scaled, plain in run_ranks(2, logits_of_scaled_sums, compile):
+        assert torch.allclose(scaled, plain, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("edit, name", [
     ("a hook", "w2"), slow_case("a bias", "w2"),
