@@ -317,23 +317,23 @@ class Generation:
 
     def take(self, new):
         """Add the ids of a step to each row's sequence, up to its end; return them without end-of-sequence."""
-        taken = [[] for _ in new]
-        for row, ids in enumerate(new):
-            for token in ids:
-                if self.finish_reasons[row]:
-                    break
-                if token == -1:  # sample's mark of logits that are not finite
-                    where = f"row {row} in step {len(self.rows[row])}"
-                    raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
-                self.sequences[row].append(token)
-                if token in self.eos_ids:
-                    self.finish_reasons[row] = "stop"
-                    break
-                self.rows[row].append(token)
-                taken[row].append(token)
-                if len(self.sequences[row]) >= self.max_lengths[row]:
-                    self.finish_reasons[row] = "length"
-        return taken
+        return [[token for token in ids if self.add(row, token)] for row, ids in enumerate(new)]
+
+    def add(self, row, token):
+        """Add an id to a row's sequence, unless that has ended; return whether it is one of the row's new ids."""
+        if self.finish_reasons[row]:
+            return False
+        if token == -1:  # sample's mark of logits that are not finite
+            where = f"row {row} in step {len(self.rows[row])}"
+            raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
+        self.sequences[row].append(token)
+        if token in self.eos_ids:
+            self.finish_reasons[row] = "stop"
+            return False
+        self.rows[row].append(token)
+        if len(self.sequences[row]) >= self.max_lengths[row]:
+            self.finish_reasons[row] = "length"
+        return True
 
     @property
     def new_tokens(self):
