@@ -99,7 +99,7 @@ lint: .venv/requirements-dev.txt
 # One call of pip, which so resolves once. --no-compile halves its time: Python compiles what it imports, and keeps it.
 unexport PYTHONDONTWRITEBYTECODE
 .venv/%.txt: %.txt $(wildcard requirements*.txt)
-	@echo "installing what $< lists into .venv: torch makes it take minutes ..."
+	@echo "installing what $< lists into .venv (minutes, if torch is not there yet) ..."
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	touch $@

@@ -79,9 +79,9 @@ def use_kernels(model, world):
     """Let kernels stand in for the functions that are marked @plain."""
     quant = model.config.quant
     if world.device.type == "cpu":
-        from ladder.kernels.cpu import loading
+        from ladder.kernels.cpu.loading import use_on_cpu
 
-        loading.use_kernels(model)
+        use_on_cpu(model)
         if quant == "fp8":
             world.say("fp8 on a CPU computes what a GPU does, but slowly: int8 is fast here")
     elif quant or model.config.architecture:
@@ -240,8 +240,8 @@ class Runner:
     def cache_length(self, longest):
         """Return how many slots of the cache a pass reads. longest: tokens of the longest row after it.
 
-        On a GPU, where each size is a CUDA graph of its own, rounded up to a quarter of the power of two above, and to
-        BUCKET, e.g. 513 to 768 and 769 to 1024, but at most to the cache.
+        On a GPU, where each size is a CUDA graph of its own, rounded up to a multiple of a quarter of the next power of
+        two, or of BUCKET if that is larger: 513 to 768, 769 to 1024. At most the cache.
         """
         unit = 1 if self.device.type == "cpu" else max(batch.BUCKET, 2 ** ((longest - 1).bit_length() - 2))
         return min(-(-longest // unit) * unit, dummy_slot(self.cache))
@@ -271,7 +271,8 @@ class Generation:
     """Continues every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
     Iterate over it, once: each step yields a list with the new ids of each row, empty for a row that is done. The
-    caller may stop early. decode_s does not count what the caller takes between steps, though a GPU computes meanwhile.
+    caller may stop early. decode_s does not count the time that the caller takes between steps. On a GPU the next step
+    runs meanwhile, so that a slow caller makes decode_s too small.
 
     runner: its cache has a row for each prompt, with slots for max_new_tokens behind the longest. prompts: non-empty
     lists of token ids, of any lengths. sampler: a Sampler, an argument of `sample`. cached_tokens: see Runner.prefill.

@@ -93,7 +93,7 @@ class Config:
     def layer_wirings(self):
         """The Wiring of each layer, as a tuple: the named one, or where NAME:N leaves a layer out, usually standard."""
         named = self.named_wiring
-        left_out = self.named_wiring.left_out()
+        left_out = named.left_out()
         chosen = wiring_text.choose_layers(self.parsed, named, self.n_layers)
         if len(chosen) < self.n_layers and not named.can_run(left_out):
             raise InputError(f"wiring {self.wiring}: its loop cannot run layers that are {left_out.about!r}")

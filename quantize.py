@@ -192,6 +192,7 @@ def quantized(weights, config, tokens=None):
 
 
 def parse(argv=None):
+    """Return the values of the flags. Raises InputError for an --out that exists, and for --text without int4."""
     p = flags.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
     words = "4 bits cost quality; fp8 is for Ada, Hopper and Blackwell GPUs, and costs more than int8"

@@ -152,7 +152,7 @@ def head_ranges(config, rank, shares):
     kv_head = rank * K // tp_size
     sharers = [r for r in range(tp_size) if r * K // tp_size == kv_head]  # the ranks with a copy of it
     first, end = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
-    start = kv_head * group_rows  # its rows of wqkv
+    start = kv_head * group_rows  # where its rows of wqkv begin
     stop = start + group_rows
     queries = (start + first * query_rows, start + end * query_rows)
     key_and_value = (stop - 2 * H, stop)
@@ -163,7 +163,7 @@ def neuron_range(config, neurons, rank, shares):
     """Return the range of an MLP's neurons that a rank holds: rows of w1 and w3, columns of w2.
 
     Neurons whose columns of w2 share a scale stay together where they can (quant_linear.neuron_unit). Raises InputError
-    if there are fewer such groups than ranks, or lanes of a model that was made for a number of lanes (ladder/lanes/).
+    if a rank or a lane would get no such group, or if the bounds of fixed lanes (ladder/lanes/) would cut one.
     """
     unit = neuron_unit(config, neurons, shares)
     units = neurons // unit
@@ -191,7 +191,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int = 0
     ranges: list | None = None  # [(start, stop), ...] of the matrix along dim, joined; None: all of it
-    columns_per_element: int = 1  # that a stored number covers: 2 for a byte of int4, group_size for one of its scales
+    columns_per_element: int = 1  # that an element covers: 2 for a byte of int4, group_size for one of its scales
     as_stored: bool = False  # keep the stored dtype, float16 or bfloat16: scales of groups in a model of bfloat16
     zeros: bool = False  # zeros instead of the tensor: a bias that rank 0 alone adds
 
@@ -253,10 +253,8 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
     if dim == 1:
         if tensor == "bias":
             return ShardSlice(whole.shape, dtype, zeros=rank > 0)
-        if whole.shape[-1] == 1:  # scales of rows
-            ranges = None
         columns_per_element = model.get_submodule(path).in_features // whole.shape[-1]
-    if ranges is None:
+    if ranges is None or dim == 1 and whole.shape[-1] == 1:  # the latter: scales of rows
         return ShardSlice(whole.shape, dtype, as_stored=as_stored)
     if ".experts." in name:  # the dimension of the experts comes first
         dim += 1
@@ -276,10 +274,10 @@ def _slice_dtype(config, name, whole, dtype):
 
 
 def stored_length(start, stop, columns_per_element):
-    """Return how many stored numbers cover columns `start` to `stop` of a matrix.
+    """Return how many stored elements cover columns `start` to `stop` of a matrix.
 
-    Where a bound cuts a group, all groups become smaller, of as many columns as divide both bounds and the former size
-    (quant_linear.regroup): columns 0 to 96 with scales for groups of 64 need 3 scales, for groups of 32.
+    Where a bound cuts a group, all groups become smaller: their size is the largest that divides both bounds and the
+    size before (quant_linear.regroup). Columns 0 to 96 with scales for groups of 64 need 3 scales, for groups of 32.
     """
     return (stop - start) // math.gcd(columns_per_element, start, stop)
 

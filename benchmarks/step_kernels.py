@@ -60,8 +60,9 @@ def main(argv=None):
     bench.add_flags(p)
     p.set_defaults(model="8b", batch=[1], wiring=["standard"], prompt_length=1024, json="kernels.jsonl")
     args = p.parse_args(argv)
+    # as bench.py, whose compiled code then serves
     args.eager = bench.is_eager(args)
-    args.new_tokens = 512  # as bench.py, whose compiled code then serves
+    args.new_tokens = 512
     world = launch.join(args.device, vars(args))
     name, config = flags.read_config(args)
     cells = bench.make_cells(bench.load_models(config, args.wiring, args, world), args, world)

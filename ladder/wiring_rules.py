@@ -33,6 +33,7 @@ class WiringRules:
         return as_defined_now(self.loop, self.own_name_of_loop)(x, sublayers, comm, config)
 
     def sublayers_as_defined_now(self):
+        """Return block_sublayers, or what somebody has put into their places since."""
         return [as_defined_now(h, name) for h, name in zip(self.block_sublayers, self.own_names, strict=True)]
 
     @property

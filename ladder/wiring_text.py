@@ -73,8 +73,8 @@ def choose_layers(parsed, wiring, n):
         raise InputError(f"wiring {text} does not fit {n} layers: {fit}")
     if wiring.stale > 2 * n:
         raise InputError(f"wiring {text} is {wiring.stale} sublayers stale: {n} layers take up to {2 * n}")
-    blocks = wiring.layers_per_input
-    firsts = sorted(chosen)[:: wiring.layers_per_input]
-    if sorted(chosen) != [i + j for i in firsts for j in range(blocks)]:
-        raise InputError(f"wiring {text}: its layers are wired in groups of {blocks} neighbours, e.g. 0-{blocks - 1}")
+    size = wiring.layers_per_input
+    firsts = sorted(chosen)[::size]
+    if sorted(chosen) != [i + j for i in firsts for j in range(size)]:
+        raise InputError(f"wiring {text}: its layers are wired in groups of {size} neighbours, e.g. 0-{size - 1}")
     return chosen

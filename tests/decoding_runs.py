@@ -42,7 +42,7 @@ def cell_texts(world, words):
     return answers
 
 
-def make_runner(net, draft, count, rows, length, compile=False):
+def runner_with_draft(net, draft, count, rows, length, compile=False):
     """A Runner with a cache of just that length, and its draft. draft: "ngram", a model, or None."""
     runner = Runner(net, make_cache(net, rows, length), compile)
     if draft:
@@ -100,7 +100,7 @@ def answer_in_turns(world, config, requests, n_rows, few_sizes=False):
         left = list(enumerate(requests))
         while left or rows.busy:
             free = [i for i, row in enumerate(rows) if not row.request]
-            while left and free and left[0][1][0] <= rows.passes:
+            while left and free and left[0][1][0] <= rows.n_passes:
                 number, (_, request) = left.pop(0)
                 of_row[i := free.pop(0 if few_sizes else -1)] = number  # the rows of a pass may be in their prefill
                 rows.start(i, ASK | request)

@@ -192,7 +192,7 @@ def test_a_quantized_model_computes_what_its_numbers_say(config, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
 def test_compiled_it_does_with_pytorchs_kernels_too(config, monkeypatch):
-    monkeypatch.setattr(compiling.loading, "use_kernels", lambda model: None)
+    monkeypatch.setattr(compiling.loading, "use_on_cpu", lambda model: None)
     check_quantized_model(change(config, n_layers=1), torch.bfloat16, 0.06, compile=True)
 
 

@@ -11,7 +11,7 @@ from ladder.checkpoints import checkpoint, writing
 from ladder.checkpoints.checkpoint import dtype_name
 from ladder.command_line import flags
 from ladder.errors import InputError, first_line
-from ladder.kernels.cpu.loading import use_kernels
+from ladder.kernels.cpu.loading import use_on_cpu
 from ladder.ranks import launch
 from ladder.sources.families import NESTED
 from ladder.text.tokenizer import load_tokenizer
@@ -70,7 +70,7 @@ def main(argv=None):
     )  # PyTorch's attention would ignore the cap
     theirs = expected(folder, ids, dtype, args.trust_remote_code, **how)
     model = load_shard(config, weights, dtype, "cpu")
-    use_kernels(model)  # as generate.py does
+    use_on_cpu(model)  # as generate.py does
     ours = model(ids)[0].float()
     apart = (ours - theirs).abs().max().item()
     largest = theirs.abs().max().item()

@@ -247,10 +247,11 @@ class Text:
         """Return (the text that no stop string can change any more, why the answer ends or None)."""
         for i in ids:
             new = self.stream.push([i])
-            self.withheld = self.withheld + new + self.marks.get(i, "")
+            self.withheld += new + self.marks.get(i, "")
             self.size += len(new)
             if self.early_tokens > 0:
-                self.early_tokens, self.early = self.early_tokens - 1, len(self.withheld)
+                self.early_tokens -= 1
+                self.early = len(self.withheld)
         self.withheld += self.stream.flush() if finish else ""
         end = len(self.withheld) if finish else max(0, len(self.withheld) - self.longest + 1)
         starts = {stop: max(0, self.early - len(stop) + 1) for stop in self.stops}

@@ -75,7 +75,7 @@ class Rows(list):
         super().__init__(Row(slot, has_states) for slot in range(n))
         self.runner = runner
         self.eos_ids = eos_ids
-        self.passes = 0
+        self.n_passes = 0
         self.runners = {}
         self.caches = [self.part(slot, slot + 1) for slot in range(n)]  # of each slot
         fixed_shapes = runner.passes.compiles_decode or runner.passes.graphs
@@ -99,7 +99,7 @@ class Rows(list):
         row.cached_tokens, row.prompt_tokens = (0, [Token(ids[0])]) if row.scores else (row.cached(ids), [])
         row.ids = ids[: row.cached_tokens + 1]
         row.request = request
-        row.used = self.passes
+        row.used = self.n_passes
         row.sampler = Sampler(**request["sampling"], device=device)
         row.end_ids = {*request["stop_token_ids"], *(() if request["ignore_eos"] else self.eos_ids)}
         row.seen = None  # whether an id is in the prompt or in the answer, (V,)
@@ -114,7 +114,7 @@ class Rows(list):
         Tokens of its prompt, how many tokens were cached). With any Token but the first, and if the request does not
         ask for them, the Tokens of the prompt are []; the number is 0 after the first Token.
         """
-        self.passes += 1
+        self.n_passes += 1
         prefilling = [row for row in self if row.prefilling]
         decoding = [row for row in self.busy if not row.prefilling]
         chosen = []
@@ -155,7 +155,7 @@ class Rows(list):
         They get the first slots. If the pass has more, other rows read their last token again. This changes only the
         states of linear attention, which are restored for a row in its prefill.
         """
-        progress.at("decode step", self.passes)
+        progress.at("decode step", self.n_passes)
         size = min(size for size in self.runners if size >= len(decoding))
         others = [row for row in self if row.slot < size and row not in decoding]
         for row in [row for row in decoding if row.slot >= size]:
@@ -205,7 +205,7 @@ class Rows(list):
                 row.seen[token.id] = True
             if finish:
                 row.request = None
-                row.used = self.passes
+                row.used = self.n_passes
             taken.append((self.index(row), token, finish, row.prompt_tokens, row.cached_tokens))
             row.prompt_tokens = []
             row.cached_tokens = 0

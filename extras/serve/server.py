@@ -167,7 +167,7 @@ class Answer:
                 check(finish != "error", "the logits are NaN or infinite: see --dtype", 500)
                 answer, finish = ([token], finish) if self.ask["max_tokens"] else ([], "length")
                 self.count += len(answer)
-                self.cached = self.cached + cached
+                self.cached += cached
                 tokens += [*scored, *answer]
                 offsets += [begin + text.size] * len(answer)
                 ids = [each.id for each in answer if finish != "stop"]  # end-of-sequence has no text
@@ -178,7 +178,8 @@ class Answer:
                     logprobs = None if request["logprobs"] is None else logprobs_of(tokens, offsets, chat, tokenizer)
                     said = message if chat else {"text": new}
                     yield {"index": self.index, **said, "logprobs": logprobs, "finish_reason": self.finish}
-                    new = ""  # clients join the strings of all deltas
+                    # a delta has only what is new: clients join them
+                    new = ""
                     tokens = []
                     offsets = []
                     role = {}

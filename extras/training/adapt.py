@@ -197,8 +197,8 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
     for parameter in model.parameters():
         if parameter.grad is not None:  # it is frozen, or alignment takes no notice of it
             parameter.grad.mul_(world.tp_size / max(tokens, 1))  # FSDP2 has taken the mean over the ranks
-    nats = nats / max(tokens, 1)
-    total_loss = total_loss / max(tokens, 1)
+    nats /= max(tokens, 1)
+    total_loss /= max(tokens, 1)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
     if not math.isfinite(total_loss + norm):
         raise InputError(

@@ -47,7 +47,8 @@ class Scorer:
         self.counts = torch.arange(self.targets.shape[1], device=model.device) < lengths[:, None] - 1
         with torch.inference_mode():
             positions = torch.arange(self.tokens.shape[1], device=model.device).expand(self.tokens.shape)
-            self.metadata, self.embedded = attention_metadata(model, positions), model.embed(self.tokens)
+            self.metadata = attention_metadata(model, positions)
+            self.embedded = model.embed(self.tokens)
         self.base = frozenset(), []  # the layers rewired so far, and the partials of their model
         self.logp = [logp for logp, _ in self.log_probabilities(self.base[0], self.base[1])]
 

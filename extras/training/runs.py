@@ -52,9 +52,9 @@ def read_configs(args):
             or os.path.realpath(args.distill) != os.path.realpath(args.checkpoint)
         ):
             raise InputError(f"{flag} takes a --wiring that changes and the checkpoint itself as the teacher")
-        if len(
-            {len(w.block_sublayers) * w.layers_per_input for w in (*own.layer_wirings, *config.layer_wirings)}
-        ) > 1 or any(
+        wirings = *own.layer_wirings, *config.layer_wirings
+        sums_per_layer = {len(each.block_sublayers) * each.layers_per_input for each in wirings}
+        if len(sums_per_layer) > 1 or any(
             each.named_wiring.layers_per_input > 1
             or each.named_wiring.fixed_shards
             or each.named_wiring.left_out() != find_wiring("standard")

@@ -97,7 +97,8 @@ class Heads(Architecture):
         if self.whole_qk_norm:  # q_norm is cut as wo's columns are, k_norm by whole KV heads
             start, stop = columns[0]
             width = config.n_heads // config.n_kv_heads * H  # columns of a KV head's queries
-            first = start // width  # the first KV head, and the end: those shared with other ranks count
+            # the KV heads of these columns, with one that is shared with other ranks
+            first = start // width
             end = -(-stop // width)
             plan |= {"q_norm": (0, columns), "k_norm": (0, [(first * H, end * H)])}
         return plan

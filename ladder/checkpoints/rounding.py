@@ -8,7 +8,8 @@ import torch
 from ladder.kernels.quant_linear import FP8_MAX, pack_pairs, round_to_fp8
 
 PIECE = 2**18  # numbers that are fitted at a time; they fit a processor's cache
-CLIPS = 1.0, 0.9, 0.8  # of the fit of scales and zeros
+# Of the fit of scales and zeros:
+CLIPS = 1.0, 0.9, 0.8
 ITERATIONS = 8
 COMPENSATED_AT_ONCE = 2**24  # numbers; so a head takes no more memory than a layer
 DAMPING = 0.05  # of the mean square of inputs, as if these had noise

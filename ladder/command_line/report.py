@@ -16,10 +16,10 @@ def result(job, done, texts):
     world = job.world
     longest = max(map(len, job.prompts))
     rows = len(job.prompts)
-    passes = done.steps
+    steps = done.steps
     draft = runner.draft
     slots = longest + done.new_tokens / 2  # filled in the mean pass
-    drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass
+    drafted = draft.drafted / steps if draft and steps else 0  # for a row in the mean pass
     read = step_bytes(runner.model, runner.cache, slots, drafted)
     if drafted and draft.runner:
         read += drafted * step_bytes(draft.runner.model, draft.runner.cache, slots)
@@ -31,10 +31,10 @@ def result(job, done, texts):
         "model": job.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
         "dtype": dtype_name(runner.model.dtype), "device": world.device.type,
         "comm": job.args.comm, "tp": world.tp_size, "shares": world.shares,
-        "batch": rows, "prompt_tokens": longest, "new_tokens": done.new_tokens, "passes": passes,
+        "batch": rows, "prompt_tokens": longest, "new_tokens": done.new_tokens, "passes": steps,
         "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
-        "step_bytes": int(read), "bytes_s": tpot and read * passes / done.decode_s,
+        "step_bytes": int(read), "bytes_s": tpot and read * steps / done.decode_s,
         "peak_bytes": world.gather(peak_bytes(world.device)),
         "graph_bytes": runner.passes.graphs and runner.passes.graphs.n_bytes,
         "sequence_splits": runner.choose_splits(rows, min(longest, max(1, runner.chunk_tokens // rows))),

@@ -36,7 +36,7 @@ def prepare(device):
 def use_decode_kernels(model):
     """Let a model use kernels for a decode step. On a CPU generate.load_model has done so already."""
     if model.device.type == "cpu":
-        loading.use_kernels(model)
+        loading.use_on_cpu(model)
         return
     from ladder.kernels.gpu import split_attention  # late: it imports the compiler
 

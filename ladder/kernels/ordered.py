@@ -73,7 +73,9 @@ def settle(self, x, pending, newer=()):
 
 def pin(self, x, newer):
     """Return a copy of x that, when compiled, comes after the last of the `newer` starts."""
-    in_order = torch.compiler.is_compiling() and isinstance(newer[-1], torch.Tensor)  # else an edited start's own
+    in_order = torch.compiler.is_compiling() and isinstance(
+        newer[-1], torch.Tensor
+    )  # an edited start may return others
     return self.settle_operator(x, None, newer[-1]) if in_order else None
 
 

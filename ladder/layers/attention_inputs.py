@@ -70,7 +70,7 @@ def attention_metadata(model, positions, keys=None, max_length=None, last=None, 
     by default S. last: as in AttentionMetadata.
     """
     config = model.config
-    scaling = model.config.rope_scaling or {}
+    scaling = config.rope_scaling or {}
 
     def make_rope(row, factor=1.0):
         angles = (positions[..., None] * model.rope_frequencies[row])[:, None, None]

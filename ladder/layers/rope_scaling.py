@@ -32,8 +32,8 @@ def scaled(frequencies, config):
     elif "beta_fast" in s:
         turns = s[ORIGINAL_CONTEXT] / (2 * math.pi)  # of the first pair
         first, last = (math.log(turns / s[beta], config.rope_theta) for beta in ("beta_fast", "beta_slow"))
-        first = first * R / 2
-        last = last * R / 2
+        first *= R / 2
+        last *= R / 2
         if s.get("truncate", True):
             first = math.floor(first)
             last = math.ceil(last)

@@ -100,7 +100,8 @@ class File:
 
         with open(path, "rb") as f:
             self.data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        self.at, size = 4, len(self.data)
+        self.at = 4
+        size = len(self.data)
         version, n_tensors, n_values = self.take("IQQ")
         if self.data[:4] != b"GGUF" or version not in (2, 3):
             raise InputError("it is no GGUF file of version 2 or 3")

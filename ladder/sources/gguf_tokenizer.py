@@ -16,7 +16,8 @@ SPLITS = {  # tokenizer.ggml.pre: a pattern; or digits one by one, or not, then 
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"), **dict.fromkeys(("gpt-2", "olmo"), ""),
 }  # fmt: skip
 WHOLE = "llama-bpe", "llama3", "llama-v3", "pixtral", "tekken"  # pre-tokenizers that begin a text with BOS
-NORMAL = 1  # types of tokens, beside those of tokenizer.py: GGUF's numbers are SentencePiece's
+# Types of tokens, beside those of tokenizer.py; GGUF's numbers are SentencePiece's:
+NORMAL = 1
 BYTE = 6
 # a text is split at tokens of these types; at USER_DEFINED in prompts, too, and those are printed
 ADDED = UNKNOWN, CONTROL, USER_DEFINED
@@ -110,7 +111,7 @@ def sentencepiece(tokens, types, own, ids):
         return varint(number << 3 | kind) + (varint(len(data)) if kind == 2 else b"") + data
 
     def varint(n):
-        n = n & 2**64 - 1
+        n &= 2**64 - 1
         out = bytearray()
         while n > 127:
             out.append(n & 127 | 128)

@@ -110,7 +110,10 @@ def _special_tokens(settings, tokenizer):
 
 
 def _add_tokens(tokenizer, added, named, special, folder, vocab_size):
-    """Add the tokens {id: token} to a tokenizer, and those special ones that are in its vocabulary already."""
+    """Add the tokens {id: token} to a tokenizer, and those special ones that are in its vocabulary already.
+
+    named, special: as _special_tokens returns them. folder: for messages.
+    """
     for key in sorted(added, key=int):
         i = int(key)
         token = added[key]

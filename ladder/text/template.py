@@ -19,7 +19,8 @@ import time
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEGABYTES = 512  # limits for a template, besides a Renderer's seconds
+# Limits for a template, besides a Renderer's seconds:
+MEGABYTES = 512
 CHARACTERS = 10**7
 LIMITS = 1, -signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT  # how a process ends that exceeds them
 

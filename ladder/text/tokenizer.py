@@ -138,7 +138,8 @@ class SplittingTokenizer(Tokenizer):
         return self.special.get(text)
 
 
-CONTROL = 3  # types of SentencePiece's pieces
+# Types of SentencePiece's pieces:
+CONTROL = 3
 UNKNOWN = 2
 USER_DEFINED = 4
 
@@ -192,18 +193,18 @@ def piece_types(data):
     while at < len(data) and data[at] == 10:
         size = 0
         shift = 0
-        at = at + 1
+        at += 1
         while True:
-            size = size | (data[at] & 127) << shift
-            shift = shift + 7
-            at = at + 1
+            size |= (data[at] & 127) << shift
+            shift += 7
+            at += 1
             if data[at - 1] < 128:
                 break
         piece = data[at : at + size]
         if piece[-2:-1] == b"\x18" and piece[-7:-6] == b"\x15" and piece[-1] in (CONTROL, UNKNOWN, USER_DEFINED):
             result[i] = piece[-1]
-        at = at + size
-        i = i + 1
+        at += size
+        i += 1
     return result
 
 
@@ -250,7 +251,8 @@ class TextStream:
         self.ids = list(prompt)
         # The text of ids[:shown] was returned. Decoders drop leading spaces, so new ids are decoded together with
         # ids[start:shown], whose text is more than spaces.
-        self.start, self.shown = 0, len(self.ids)
+        self.start = 0
+        self.shown = len(self.ids)
 
     def push(self, ids):
         """Return the text that is complete with these ids. The bytes of an unfinished character are held back."""

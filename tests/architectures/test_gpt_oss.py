@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import refused, slow_case
 from configs import BASE, change
-from decoding_runs import answer_in_turns, make_runner
+from decoding_runs import answer_in_turns, runner_with_draft
 from file_edits import take_state
 from gpu import OnAGpu
 from helpers import (
@@ -116,7 +116,7 @@ def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
 def test_a_prefill_in_chunks_a_server_and_a_draft_compute_the_same():
     net = random_model(CONFIG)
     ids = [[1, 5, 6, 7, 1, 5], [1, 9, 3, 9, 3]]
-    runner = make_runner(net, random_model(change(BASE, n_layers=1)), 3, 2, 30)
+    runner = runner_with_draft(net, random_model(change(BASE, n_layers=1)), 3, 2, 30)
     runner.chunk_tokens = 4
     assert generate.generate(runner, ids, 6, Sampler(0)).rows == [greedy_tokens(net, row, 6) for row in ids]
     ends = [greedy_tokens(net, row, 6, end=2) for row in ids]

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from cases import refused, slow_case
 from configs import ANY_TP, BASE, LINEAR_SETTINGS, change
-from decoding_runs import answer_in_turns, make_runner
+from decoding_runs import answer_in_turns, runner_with_draft
 from file_edits import change_tensors, edit_config
 from helpers import greedy_tokens, load_random, randn, random_model, seeded, unequal_rows
 from hf_folders import (
@@ -327,7 +327,7 @@ def test_a_server_s_rows_answer_as_if_alone(ranks):
 def test_greedy_tokens_do_not_know_of_a_draft():
     net = random_model(CONFIG)
     ids = [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3]]
-    runner = make_runner(net, random_model(change(BASE, n_layers=1)), 3, 2, 30)
+    runner = runner_with_draft(net, random_model(change(BASE, n_layers=1)), 3, 2, 30)
     assert generate.generate(runner, ids, 12, Sampler(0)).rows == [greedy_tokens(net, row, 12) for row in ids]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import refused, slow_case
 from configs import BASE, LONGROPE
-from decoding_runs import generate_json, make_runner, run_generate
+from decoding_runs import generate_json, run_generate, runner_with_draft
 from file_edits import edit_config, write_json
 from helpers import greedy_tokens, naive, p_value, random_model, seeded, shard, train_tokenizer, write_model
 from running import run_ranks
@@ -67,7 +67,7 @@ def padded(net, rows):
 
 def generated(net, draft=None, count=0, prompts=PROMPTS, new=14, sample=GREEDY, eos_ids=()):
     """(Generation, what drafted)."""
-    runner = make_runner(net, draft, count, len(prompts), max(map(len, prompts)) + new)
+    runner = runner_with_draft(net, draft, count, len(prompts), max(map(len, prompts)) + new)
     done = generate.Generation(runner, prompts, new, sample, eos_ids)
     shown = [*done]
     assert done.rows == [sum(ids, []) for ids in zip(*shown, strict=True)]
@@ -128,7 +128,7 @@ def test_a_small_model_proposes_what_it_would_say_itself(prompts, count, new):
     draft = noisy(mild(BASE), 0.05)
     cached = 0
     seen = []
-    runner = make_runner(net, draft, count, len(prompts), 40)
+    runner = runner_with_draft(net, draft, count, len(prompts), 40)
     used = runner.draft
     propose = runner.draft.propose
 
@@ -252,7 +252,7 @@ def test_compiled_there_is_one_graph_for_each_number_of_tokens(name):
     torch._dynamo.utils.counters.clear()
     stats = torch._dynamo.utils.counters["stats"]
     draft = noisy(net, 0.05) if name == "near" else name
-    runner = make_runner(net, draft, 3, 3, 38, True)
+    runner = runner_with_draft(net, draft, 3, 3, 38, True)
     compiling.warm_up(runner, PROMPTS, 30, GREEDY)
     graphs = stats["unique_graphs"]
     assert graphs == {"near": 3, "ngram": 2}[name]
@@ -282,13 +282,13 @@ def test_logits_that_are_not_finite_are_named_and_those_of_a_draft_do_no_harm(te
     net = mild(BASE)
     sizes = []
     sample = Sampler(temperature)
-    runner = make_runner(net, copy.deepcopy(net), 4, 3, 40)
+    runner = runner_with_draft(net, copy.deepcopy(net), 4, 3, 40)
     spoil(runner, 1, 3)
     with pytest.raises(InputError, match="row 1 in step 12 are NaN or infinite"):
         for fresh in generate.Generation(runner, PROMPTS, 30, sample):
             sizes.append([*map(len, fresh)])
     assert sizes == [[1] * 3, [5] * 3, [5] * 3]
-    runner = make_runner(net, noisy(net, 0.05), 3, 3, 27)
+    runner = runner_with_draft(net, noisy(net, 0.05), 3, 3, 27)
     spoil(runner.draft.runner, 1, 2)
     rows = generate.generate(runner, PROMPTS, 20, sample).rows
     assert temperature or rows == generated(net, new=20)[0].rows

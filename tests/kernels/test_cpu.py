@@ -445,7 +445,7 @@ def test_many_rows_are_multiplied_in_float32_where_nothing_else_is_fast(monkeypa
     net = model_in_bfloat16(config)
     rows = unequal_rows(config)
     plain = last_logits(net, *rows)
-    loading.use_kernels(net)
+    loading.use_on_cpu(net)
     with counted_kernels() as counts:
         logits = last_logits(net, *rows)
     assert counts["model.Linear.forward"]

@@ -21,7 +21,7 @@ def is_built():
         return False
 
 
-def use_kernels(model):
+def use_on_cpu(model):
     """Let skinny_gemm.cpp stand in where a model in bfloat16 is to run, or PyTorch's kernels where it cannot be built.
 
     The matrices of a quantized model are packed, which frees the integers as the checkpoint stores them.
