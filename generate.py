@@ -215,7 +215,8 @@ class Runner:
     def step(self, sequences, done, sampler):
         """Return [[the next id] of each row], after its last token, which is not in the cache yet.
 
-        done: which rows have ended; only a draft's step, which has the same arguments, asks for it.
+        Drafts, and AsyncScheduler on a GPU, have steps of their own, with the same arguments. done: which rows have
+        ended, for drafts.
         """
         tokens, positions, longest = batch.last_tokens(sequences, self.device)
         logits = self.decode(tokens, positions, longest)[:, 0]

@@ -204,26 +204,28 @@ def shard_slices(model, dtype, rank, shares):
     model: a whole one, as build makes it. Raises InputError as shard_plan does.
     """
     plans = [shard_plan(model.config, each, shares) for each in range(len(shares))]
-    check_columns(model, plans)
+    check_held_once(model, plans)
     named = model.named_parameters()  # without a tied output head
     return {name: _shard_slice(model, name, whole, plans[rank], dtype, rank) for name, whole in named}
 
 
-def check_columns(model, plans):
-    """Raise InputError unless the ranks' partials add up: they hold each column of wo, w2 and the like exactly once.
+def check_held_once(model, plans):
+    """Raise InputError unless ranks hold each column of wo, w2 and the like once, so that partials add up, and each id.
 
     plans: what shard_plan returns for each rank.
     """
     linears = {plan_key(path): module for path, module in model.named_modules() if hasattr(module, "in_features")}
-    row_parallel = [name for name, (dim, _) in plans[0].items() if dim == 1 and name in linears]
-    for name in row_parallel:
-        columns = linears[name].in_features
+    held = {
+        name: ("columns", linears[name].in_features) for name, (dim, _) in plans[0].items() if dim and name in linears
+    }
+    held["output"] = "rows", model.config.vocab_size
+    for name, (what, size) in held.items():
         ranges = sorted(piece for plan in plans for piece in plan[name][1])
         starts = [start for start, _ in ranges]
         stops = [stop for _, stop in ranges]
-        if [0, *stops] != [*starts, columns]:  # a range begins where the one before it ends
-            held = ", ".join(f"{start} to {stop}" for start, stop in ranges)
-            raise InputError(f"the ranks hold columns {held} of {name}: each of its {columns} must be held once")
+        if [0, *stops] != [*starts, size]:  # a range begins where the one before it ends
+            parts = ", ".join(f"{start} to {stop}" for start, stop in ranges)
+            raise InputError(f"the ranks hold {what} {parts} of {name}: each of its {size} must be held once")
 
 
 def plan_key(name):

@@ -7,9 +7,14 @@ from ladder.errors import InputError
 
 
 def own_name(function):
-    """Return the name by which a function is looked up in its file, "" for a lambda, a closure or a decorated one."""
+    """Return the name by which a function of model.py or ladder/ is looked up in its file.
+
+    "" for a lambda, a closure, a decorated one, and for those of your own: a sweep may define several of one name.
+    """
     name = getattr(function, "__qualname__", "<partial>")
-    return "" if "<" in name or hasattr(function, "__wrapped__") else name
+    file = getattr(function, "__module__", None) or ""
+    is_ours = file == "model" or file.startswith("ladder.")
+    return name if is_ours and "<" not in name and not hasattr(function, "__wrapped__") else ""
 
 
 def as_defined_now(function, name):
@@ -97,5 +102,6 @@ def wirings_of_layers(config, n_layers):
     is_usual = wiring.loop is wiring.usual_loop and wiring.layers_per_input == 1
     if not is_usual or {*config.layer_wirings} != {wiring}:
         what = f"the model has {n_layers} layers, and its config says n_layers {config.n_layers}"
-        raise InputError(f"{what}: change that, too, since wiring {config.wiring} goes by the numbers of layers")
+        how = f"model.config = dataclasses.replace(model.config, n_layers={n_layers})"
+        raise InputError(f"{what}: {how}, since wiring {config.wiring} goes by the numbers of layers")
     return (wiring,) * n_layers

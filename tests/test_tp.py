@@ -119,6 +119,13 @@ def test_heads_that_two_ranks_hold_are_refused(monkeypatch):
     refused(words, tp.load_shard, BASE, StateWeights(random_model(BASE).state_dict()), torch.float32, "cpu", 0, (1, 1))
 
 
+def test_ids_that_two_ranks_hold_are_refused(monkeypatch):
+    ranges = tp.vocab_range
+    monkeypatch.setattr(tp, "vocab_range", lambda vocab_size, rank, shares: ranges(vocab_size, 0, shares))
+    words = f"of output: each of its {BASE.vocab_size} must be held once"
+    refused(words, tp.load_shard, BASE, StateWeights(random_model(BASE).state_dict()), torch.float32, "cpu", 0, (1, 1))
+
+
 def test_a_vector_of_an_mlp_is_cut_as_the_plan_says(monkeypatch):
     """One of a family's own, as docs/change-it.md has it for an attention: each rank holds its part."""
     config = change(BASE, n_kv_heads=6)

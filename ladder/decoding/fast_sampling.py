@@ -78,9 +78,12 @@ KERNEL = Kernel(
 
 
 def gathers_as_known(comm):
-    """Return whether a Collectives gathers logits by a function that the kernel stands in for."""
-    known = SingleDevice.gather_logits, TensorParallel.gather_logits
-    return type(comm).gather_logits in known and "gather_logits" not in vars(comm)
+    """Return whether a Collectives gathers logits by functions that the kernel stands in for."""
+    for name in "gather_logits", "local_logits":
+        known = getattr(SingleDevice, name), getattr(TensorParallel, name)
+        if name in vars(comm) or getattr(type(comm), name) not in known:
+            return False
+    return True
 
 
 def is_in_use():

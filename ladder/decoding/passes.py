@@ -1,10 +1,31 @@
 """What a Runner calls for a pass: the model as written, what torch.compile made of it, or CUDA graphs of it."""
 
 import contextlib
+import weakref
 
 import torch
 
 from ladder.kernels import registry
+
+# The compiler keeps what it made, for any later torch.compile of the same code. So this keeps what it was made for.
+_functions = {}  # {files: registry.fingerprint_of_functions(files)}
+_models = weakref.WeakKeyDictionary()  # {model: registry.fingerprint_of_modules(model)}
+
+
+def forget_old_code(model):
+    """Let the compiler forget its code if any function, or the model, was changed since it compiled that."""
+    same = registry.same_fingerprint
+    modules = registry.fingerprint_of_modules(model)
+    changed = model in _models and not same(_models[model], modules)
+    changed |= any(not same(parts, registry.fingerprint_of_functions(files)) for files, parts in _functions.items())
+    if changed:
+        torch.compiler.reset()
+        torch.compiler.set_stance("default")  # and not that of unguarded(), up to the end of its block
+        _functions.clear()
+        _models.clear()
+    files = registry.files_of(model)
+    _functions[files] = registry.fingerprint_of_functions(files)
+    _models[model] = modules
 
 
 class Passes:
@@ -31,6 +52,7 @@ class Passes:
         if self.compiles:
             from ladder.kernels import compiling  # not in a plain run: it imports the compiler
 
+            forget_old_code(model)
             self.decode, self.prefill = compiling.compiled(model, self.compiles_decode, self.compiles_prefill)
         if model.device.type == "cuda" and "sums" not in model.comm.on_host and self.may_capture():
             from ladder.kernels.cuda_graphs import Graphs
@@ -53,9 +75,6 @@ class Passes:
         """
         if self.built_for and not registry.same_fingerprint(self.built_for, registry.fingerprint(self.model)):
             registry.say_once("the model was changed after its steps were compiled or captured: that is done anew")
-            if self.compiles:
-                torch.compiler.reset()
-                torch.compiler.set_stance("default")  # and not that of unguarded(), up to the end of its block
             self.build()
 
     def unguarded(self):

@@ -182,6 +182,9 @@ def probabilities(sampler, logits, comm):
 
     sampler: with a temperature above 0. logits: this rank's (B, v).
     """
+    if not fast_sampling.gathers_as_known(comm):
+        logits = comm.gather_logits(logits)
+        comm = SINGLE_DEVICE
     if sampler.filters:
         received = comm.all_gather(top_k_top_p.local_candidates(sampler, logits, comm))
         ids, weights, finite = top_k_top_p.candidates(sampler, logits, comm, received)

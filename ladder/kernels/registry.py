@@ -315,22 +315,37 @@ def is_unchanged(name):
 def fingerprint(model):
     """Return what an edit of a model in this process changes; what was compiled or captured before does not know of it.
 
-    That is its modules' types, tensors, hooks and attributes, its collectives, and the functions in the files that
-    define their classes and its wirings' functions. Two fingerprints are compared by same_fingerprint.
+    That is its modules, and the functions that run in it. Two fingerprints are compared by same_fingerprint.
     """
-    files = {sys.modules[type(model.comm).__module__]}
-    for wiring in {*model.config.layer_wirings}:
-        files |= {sys.modules.get(function.__module__) for function in (wiring.loop, *wiring.block_sublayers)}
-    parts = [type(model.comm), MODULE_CALL, *vars(torch.nn.functional).values()]
-    parts += [*nn.modules.module._global_forward_hooks.values(), *nn.modules.module._global_forward_pre_hooks.values()]
+    return fingerprint_of_modules(model) + fingerprint_of_functions(files_of(model))
+
+
+def fingerprint_of_modules(model):
+    """Return a model's part of the fingerprint: its modules' types, tensors, hooks and attributes, its collectives."""
+    parts = [type(model.comm)]
     for module in model.modules():
         names = [name for name in module.__dict__ if name != "comm" or module is model]  # lanes get one in each pass
         parts += [type(module), *(module.__dict__[name] for name in names)]
         parts += [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._modules.values()]
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             parts += [tensor] if tensor is None else [tensor, tensor.data_ptr(), tensor.dtype, tensor.shape]
-        files.add(sys.modules[type(module).__module__])
-    for file in files - {None}:  # of what was typed in
+    return parts
+
+
+def files_of(model):
+    """Return the files, as modules of Python, that define a model's classes and its wirings' functions."""
+    definitions = [type(model.comm), *map(type, model.modules())]
+    for wiring in {*model.config.layer_wirings}:
+        definitions += [wiring.loop, *wiring.block_sublayers]
+    files = {sys.modules.get(each.__module__) for each in definitions}
+    return frozenset(files - {None})  # of what was typed in, or loaded without a name
+
+
+def fingerprint_of_functions(files):
+    """Return the functions and methods that some files define, those that PyTorch calls, and hooks of all modules."""
+    parts = [MODULE_CALL, *vars(torch.nn.functional).values()]
+    parts += [*nn.modules.module._global_forward_hooks.values(), *nn.modules.module._global_forward_pre_hooks.values()]
+    for file in files:
         scopes = [file, *(value for value in vars(file).values() if inspect.isclass(value))]
         for scope in scopes:  # the compiler itself adds names with __ to a file, and changes methods of torch's classes
             names = [name for name in vars(scope) if scope is not file or not name.startswith("__")]

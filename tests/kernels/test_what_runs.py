@@ -23,6 +23,7 @@ import model
 import tp
 from ladder.architectures import heads
 from ladder.decoding.batch import Sampler
+from ladder.decoding.drafts import of_model
 from ladder.kernels import digests, quant_kernels, quant_linear, registry
 from ladder.lanes import wirings
 from ladder.layers import attention_inputs, norms
@@ -703,15 +704,90 @@ def test_a_loop_of_lanes_that_is_replaced_is_compiled_anew(monkeypatch):
     assert not registry.same_fingerprint(before, runner.passes.built_for)
 
 
-def test_a_collectives_that_gathers_logits_in_its_own_way_chooses_by_them():
-    class Forbids(model.SingleDevice):
-        def gather_logits(self, logits):
-            return logits.index_fill(-1, torch.arange(0, logits.shape[-1], 2), -1e9)
+class Forbids(model.SingleDevice):
+    """Even ids are never chosen."""
 
+    def gather_logits(self, logits):
+        return logits.index_fill(-1, torch.arange(0, logits.shape[-1], 2), -1e9)
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+@pytest.mark.parametrize("settings", [(0,), (1.0,), (1.0, 20), (1.0, None, 0.9)], ids=str)
+def test_a_collectives_that_gathers_logits_in_its_own_way_chooses_by_them(settings, draft):
     net = load()
     net.comm = Forbids()
-    rows = generate.generate(generate.Runner(net, net.new_cache(2, 12)), [[5, 6, 7], [8]], 5, Sampler(0)).rows
+    runner = generate.Runner(net, net.new_cache(2, 42))
+    if draft:
+        runner.draft = of_model(draft, 3, runner, CONFIG.vocab_size)
+    rows = generate.generate(runner, [[5, 7, 9, 5, 7, 9, 5, 7], [8]], 30, Sampler(*settings)).rows
     assert all(i % 2 for row in rows for i in row)
+
+
+def test_functions_of_one_name_are_wirings_of_their_own(monkeypatch):
+    """As in a sweep from a notebook; against w2 that is scaled."""
+    for scale in 0.5, 2.0:
+
+        def scaled(*arguments, scale=scale):
+            return scale * model.mlp_sublayer(*arguments)
+
+        scaled.__qualname__ = "scaled"  # as of a function of a file
+        monkeypatch.setitem(globals(), "scaled", scaled)
+        wiring = model.Wiring("a sweep", (model.attention_sublayer, scaled))
+        monkeypatch.setitem(model.WIRINGS, "sweep-half" if scale < 1 else "sweep-twice", wiring)
+    for name, scale in ("sweep-half", 0.5), ("sweep-twice", 2.0):
+        twin = load("float32", wiring="standard")
+        for block in twin.layers:
+            block.feed_forward.w2.weight.data *= scale
+        assert torch.allclose(logits(load("float32", wiring=name)), logits(twin), atol=1e-4)
+
+
+def negated(x, weight, bias=None):
+    return -(x @ weight.mT)
+
+
+def edit_between_runners(world, edit):
+    """(Rows before an edit of functions, after it, and eager ones), the first two compiled, by a Runner each."""
+    net = load("bfloat16", world=world)
+
+    def rows(compile):
+        runner = generate.Runner(net, net.new_cache(2, 12), compile=compile)
+        return generate.generate(runner, [[5, 6, 7], [8]], 5, Sampler(0)).rows
+
+    before = rows(True)
+    with pytest.MonkeyPatch.context() as m:
+        if edit == "F.linear":
+            m.setattr(torch.nn.functional, "linear", negated)
+        elif edit == "start":
+            start = tp.TensorParallel.start
+            m.setattr(tp.TensorParallel, "start", lambda self, partial: start(self, -partial))
+        else:
+            hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+            negates = nn.modules.module.register_module_forward_hook(negate_linears)
+        after = rows(True)
+        eager = rows(False)
+        if edit == "global hook":
+            hook.remove()
+            negates.remove()
+    return before, after, eager
+
+
+def negate_linears(module, args, output):
+    return -output if isinstance(module, nn.Linear) else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, edit", [(1, "F.linear"), (1, "global hook"), (2, "start")])
+def test_a_later_runner_compiles_what_was_edited_before_it(ranks, edit):
+    """Where the compiler has code of the same model from an earlier Runner."""
+    for before, after, eager in run_ranks(ranks, edit_between_runners, edit):
+        assert after == eager != before
+
+
+def test_a_class_of_a_file_without_a_name_has_a_fingerprint():
+    """As importlib loads one that is not entered into sys.modules."""
+    net = load()
+    net.comm = type("Own", (model.SingleDevice,), {"__module__": "nowhere"})()
+    assert registry.same_fingerprint(registry.fingerprint(net), registry.fingerprint(net))
 
 
 @pytest.mark.parametrize("path", ["feed_forward.w2", "ffn_norm", "attention_norm", "attention.wo"])
