@@ -15,17 +15,20 @@ _models = weakref.WeakKeyDictionary()  # {model: registry.fingerprint_of_modules
 def forget_old_code(model):
     """Let the compiler forget its code if any function, or the model, was changed since it compiled that."""
     same = registry.same_fingerprint
-    modules = registry.fingerprint_of_modules(model)
-    changed = model in _models and not same(_models[model], modules)
+    changed = model in _models and not same(_models[model], registry.fingerprint_of_modules(model))
     changed |= any(not same(parts, registry.fingerprint_of_functions(files)) for files, parts in _functions.items())
     if changed:
         torch.compiler.reset()
         torch.compiler.set_stance("default")  # and not that of unguarded(), up to the end of its block
         _functions.clear()
         _models.clear()
+
+
+def remember_code(model):
+    """Keep what the compiler makes code for from now on. It must have been imported: that changes some of it."""
     files = registry.files_of(model)
     _functions[files] = registry.fingerprint_of_functions(files)
-    _models[model] = modules
+    _models[model] = registry.fingerprint_of_modules(model)
 
 
 class Passes:
@@ -54,6 +57,7 @@ class Passes:
 
             forget_old_code(model)
             self.decode, self.prefill = compiling.compiled(model, self.compiles_decode, self.compiles_prefill)
+            remember_code(model)
         if model.device.type == "cuda" and "sums" not in model.comm.on_host and self.may_capture():
             from ladder.kernels.cuda_graphs import Graphs
 

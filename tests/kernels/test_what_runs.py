@@ -22,6 +22,7 @@ import generate
 import model
 import tp
 from ladder.architectures import heads
+from ladder.decoding import passes
 from ladder.decoding.batch import Sampler
 from ladder.decoding.drafts import of_model
 from ladder.kernels import digests, quant_kernels, quant_linear, registry
@@ -781,6 +782,20 @@ def test_a_later_runner_compiles_what_was_edited_before_it(ranks, edit):
     """Where the compiler has code of the same model from an earlier Runner."""
     for before, after, eager in run_ranks(ranks, edit_between_runners, edit):
         assert after == eager != before
+
+
+@pytest.mark.slow
+def test_a_later_runner_keeps_what_was_compiled_for_the_same_functions(monkeypatch):
+    resets = []
+    torch.compiler.reset()
+    monkeypatch.setattr(passes, "_functions", {})  # what other tests have edited meanwhile
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    for wiring in "ladder", "standard":
+        net = load(wiring=wiring, n_layers=1)
+        for _ in range(2):
+            runner = generate.Runner(net, net.new_cache(1, 8), compile=True)
+            generate.generate(runner, [[5, 6, 7]], 4, Sampler(0))
+    assert not resets
 
 
 def test_a_class_of_a_file_without_a_name_has_a_fingerprint():
