@@ -13,6 +13,7 @@ from jinja2.ext import loopcontrols
 from starlette.exceptions import HTTPException
 
 from ladder.decoding.batch import Sampler
+from ladder.errors import did_you_mean
 from ladder.text.template import readable
 from ladder.text.tokenizer import TextStream
 
@@ -74,7 +75,8 @@ def read_fields(data, known):
             check(valid, f"{shown}, which is of a wrong type")
             fields[name] = value
         elif name not in IGNORED_FIELDS:
-            check(not value and name not in NEUTRAL_VALUES, f"{shown}, which is not implemented, or unknown")
+            unknown = f", or unknown{did_you_mean(name, known)}" if name not in NEUTRAL_VALUES else ""
+            check(not value and name not in NEUTRAL_VALUES, f"{shown}, which is not implemented{unknown}")
     return fields
 
 

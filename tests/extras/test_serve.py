@@ -434,6 +434,7 @@ REFUSED = [  # a body, or what it has besides OK; words of the message
     ({"stop": [""]}, "stop must"), ({"stop": ["a"] * 17}, "stop must"), ({"stop": [3]}, "stop must"),
     ({"logprobs": 99}, "logprobs are of 0 to 20"), ({"echo": 1}, "echo is 1"),
     ({"n": 2}, "n is 2, which is not implemented"), ({"top_a": 1}, "top_a is 1, which is not"),
+    ({"max_token": 3}, "or unknown; did you mean max_tokens?"),
     ({"messages": [1]}, "messages is [1], which is not"), ({"model": "gpt-5"}, "this is 'demo'"),
     ({"prompt": "x" * 2**22}, "more than 4194304 bytes"),
     ({"prompt": ["a", "b"], "stream": True}, "a stream takes one prompt"),

@@ -439,7 +439,7 @@ BAD = {
     "a pointer": (lambda f: (f / "model.safetensors").write_text(POINTER), "is a Git LFS pointer: git lfs pull"),
     "a tokenizer's": (lambda f: (f / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS pointer"),
     "our own config": (lambda f: edit_config(f, model_type=None, n_layers=3), "is a checkpoint of this project alread"),
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
+    "no config": (lambda f: (f / "config.json").unlink(), "hf cannot be converted: it has no config.json"),
     "no weights": (take_state, "has no model.safetensors"),
     "a lost shard": (lose_a_shard, "model-00001-of-00001.safetensors is missing, truncated"),
     "a missing tensor": (lambda f: change_tensors(f, {UP: None}), "no tensor model.layers.1.mlp"),
