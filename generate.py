@@ -76,7 +76,7 @@ def load_model(config, folder, dtype, world):
 
 
 def use_kernels(model, world):
-    """Let kernels stand in for the functions that are marked @plain."""
+    """Let kernels stand in for functions that are marked @plain. On a GPU, a Llama of floats runs PyTorch's alone."""
     quant = model.config.quant
     if world.device.type == "cpu":
         from ladder.kernels.cpu.loading import use_on_cpu
@@ -116,7 +116,8 @@ def draw(logits, sampler):
     """Draw an id of each row (B,) by the softmax of its logits (B, V) / temperature.
 
     It is an exponential race: w / e, where e ~ Exp(1), is the largest with probability w / sum(w). A race of blocks of
-    ids comes first, then one of the ids in the block, so that V / 16 + 16 random numbers do, not V.
+    ids comes first, then one of the ids in the block, so that V / 16 + 16 random numbers do, not V. All ranks draw the
+    same e and hold whole blocks, so that the kernel lets each race its own and sends only (score, id).
     """
     B, V = logits.shape
     weights = ((logits - logits.amax(-1, keepdim=True)) / sampler.temperature).exp()
@@ -161,7 +162,8 @@ class Runner:
         self.splits = splits
         self.shows_progress = False  # whether a long prefill has a progress bar at a terminal
         self.draft = None  # of ladder/decoding/drafts.py, which then makes the steps
-        self.passes = Passes(model, compile, compile_prefill)  # the model, or what was compiled or captured of it
+        # passes.prefill and passes.decode: Transformer.forward, or all of it by torch.compile; on a GPU in CUDA graphs
+        self.passes = Passes(model, compile, compile_prefill)
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, cached_tokens=0):
@@ -180,7 +182,8 @@ class Runner:
                 cache_length = start + chunk.shape[1]
                 positions = torch.arange(start, cache_length, device=tokens.device).expand(len(tokens), -1)
             # only the chunk with a row's last token counts: earlier logits are replaced, and later ones dropped
-            last_here = (last_index - start).clamp(-1, chunk.shape[1] - 1)  # -1: the row ended in an earlier chunk
+            # -1: the row ended in an earlier chunk, and what comes of it is not kept
+            last_here = (last_index - start).clamp(-1, chunk.shape[1] - 1)
             splits = self.choose_splits(*chunk.shape)
             new = self.passes.prefill(chunk, positions, self.cache, cache_length, last_here, splits)[:, 0]
             logits = new if logits is None else torch.where((last_index >= start)[:, None], new, logits)
@@ -225,10 +228,11 @@ class Runner:
     def make_step(self, cached_tokens=0):
         """Return step(sequences, done, sampler) -> [the new ids of each row]. To be called once, before the prefill.
 
-        A draft, which has a cache of its own, begins here. sequences: the ids of each row so far. done: which rows have
-        ended. With a draft, a step may return several ids.
+        What was compiled or captured is made anew if somebody has changed the model, and a draft, which has a cache of
+        its own, begins. sequences: the ids of each row so far. done: which rows have ended. With a draft, a step may
+        return several ids.
         """
-        self.passes.renew()  # where somebody has changed the model since
+        self.passes.renew()
         if self.draft:
             self.draft.begin(cached_tokens)
             return functools.partial(self.draft.step, self)
@@ -415,7 +419,7 @@ def make_runner(job):
 def main(argv=None):
     args = parse_generation_flags(__doc__, argv)
     world = launch.join(args.device, vars(args))  # this rank and the others: rank, shares, device, group
-    job = Job(args, world)
+    job = Job(args, world)  # reads config.json, with --wiring, and the prompts: config, tokenizer, prompts, sampler
     runner, seconds = make_runner(job)
     if prompts.is_chat(args):
         from ladder.text.terminal import chat_on_terminal

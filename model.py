@@ -28,8 +28,9 @@ from ladder.layers.attention_inputs import attention_metadata, rope_frequencies,
 from ladder.layers.norms import ACTIVATIONS, NORMS
 from ladder.wiring_rules import WiringRules, wirings_of_layers
 
-# A function marked @plain is what the model computes. A faster kernel computes the same in its place, but only while
-# the function is as it was when the kernel was made: what you edit runs as you wrote it (docs/change-it.md).
+# A function marked @plain is what the model computes. A faster kernel may compute the same in its place, as
+# ladder/kernels/cpu/ does for attend on a CPU, but only while the function is as it was when the kernel was made: what
+# you edit runs as you wrote it (docs/change-it.md). --plain runs no kernel.
 
 # ---- The configuration -----------------------------------------------------------------------------------------------
 
@@ -91,7 +92,10 @@ class Config:
 
     @functools.cached_property
     def layer_wirings(self):
-        """The Wiring of each layer, as a tuple: the named one, or where NAME:N leaves a layer out, usually standard."""
+        """The Wiring of each layer, as a tuple: the named one, or where NAME:N leaves a layer out, usually standard.
+
+        Of 16 layers with "ladder-2:8": 8 times standard, then 8 times the ladder with stale=2.
+        """
         named = self.named_wiring
         left_out = named.left_out()
         chosen = wiring_text.choose_layers(self.parsed, named, self.n_layers)
@@ -140,8 +144,10 @@ class Collectives:
     tp.TensorParallel sums over the ranks of a process group, and SingleDevice, below, is the plainest form. A class of
     your own defines what SingleDevice does, and becomes the `comm` of the model in generate.load_model.
 
-    The compiler may move a wait in front of the sublayer that is to hide it. pin, and the argument `newer` of settle,
-    keep the order of the loop in compiled code, and never change a result: ladder/kernels/ordered.py has an example.
+    The compiler keeps only the order that data imply. In p0 = start(h0(x)); p1 = start(h1(x)); x = x + wait(p0), no
+    data say that the wait comes after h1: moved in front of it, p0 would travel behind nothing. pin, and the argument
+    `newer` of settle, are there to keep the order. Here they do nothing; the kernels of TensorParallel's obey them
+    (ladder/kernels/ordered.py), so derive from that class what is to be compiled. They never change a result.
     """
 
     tp_size: int  # how many ranks there are
@@ -158,11 +164,11 @@ class Collectives:
         raise NotImplementedError
 
     def settle(self, x, pending, newer=()):
-        """Return x + wait(pending). newer: the starts since then. When compiled, the wait comes after the last one."""
+        """Return x + wait(pending). newer: the starts since then, the last of which the wait is to come after."""
         return x + self.wait(pending)
 
     def pin(self, x, newer):
-        """Return x. When compiled, whatever reads the result comes after the last start in `newer`."""
+        """Return x. Whatever reads the result is to come after the last start in `newer`."""
         return x
 
     # What choosing a token asks (generate.sample and its kernel), since a rank has the logits of its part of the
@@ -226,14 +232,15 @@ def residual_loop(x, sublayers, comm, config):
     its end.
 
     Below is what h0 to h3 read, the attentions and MLPs of two layers; e is the embedding, and s0, s1, ... are the sums
-    of their partials. A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), where h0 and h1 both read e.
+    of their partials. A ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), with e for x_{-1} and x_{-2}.
 
     standard                 stale 0 0 0 0    h0(e) h1(e+s0) h2(e+s0+s1) h3(e+s0+s1+s2)
     ladder                         1 1 1 1    h0(e) h1(e)    h2(e+s0)    h3(e+s0+s1)
     ladder-2                       2 2 2 2    h0(e) h1(e)    h2(e)       h3(e+s0)
     ladder:1, the last of 2 layers 0 0 1 1    h0(e) h1(e+s0) h2(e+s0)    h3(e+s0+s1)
 
-    The sublayers of parallel are attention + MLP of a layer; those of pair are two layers' attentions, then two MLPs.
+    In parallel, a sublayer is attention + MLP of a layer. In pair, it is the attentions of two layers, or their MLPs:
+    pair-ladder: a0(e) + a1(e), m0(e) + m1(e), a2(e+s0) + a3(e+s0), m2(e+s0+s1) + m3(e+s0+s1), ...
     """
     in_flight = []  # the all-reduces that have been started and not settled, oldest first
     for h, stale in sublayers:
@@ -347,7 +354,7 @@ def list_sublayers(config, layers, metadata=None, cache=None):
     while i < len(layers):
         wiring = wirings[i]
         side_by_side = [(layers[j], metadata, cache and cache[j]) for j in range(i, i + wiring.layers_per_input)]
-        for h in wiring.sublayers_as_defined_now():
+        for h in wiring.sublayers_as_defined_now():  # an edit from a notebook takes effect, too
             sublayers.append((functools.partial(_run_blocks, h, side_by_side), wiring.stale))
         i += wiring.layers_per_input
     return sublayers
@@ -533,8 +540,9 @@ class Block(NeverCalled):
 class Transformer(nn.Module):
     """The whole model, or the shard of a rank: tp.load_shard makes it, and generate.load_model sets `comm`.
 
-    forward makes a loop over all sublayers. A prompt may be cut into several parts ("sequence split"), each with a loop
-    of its own; then one part computes while another's all-reduce travels.
+    forward embeds the tokens, runs residual_loop over all sublayers, and computes the logits. A prompt may be cut into
+    several parts ("sequence split"), each with a loop of its own; then one part computes while another's all-reduce
+    travels.
     """
 
     def __init__(self, config):
@@ -588,14 +596,15 @@ class Transformer(nn.Module):
         fresh = positions is None
         if fresh:
             positions = torch.arange(S, device=tokens.device).expand(tokens.shape)
-        n_keys = 0 if fresh else cache_length - S  # of earlier chunks, in the longest row
-        last = None if last_index is None else positions[:, :1] + last_index[:, None]  # as positions
+        keys_so_far = 0 if fresh else cache_length - S  # of earlier chunks, in the longest row
+        # the position of each row's last token, for linear attention
+        last = None if last_index is None else positions[:, :1] + last_index[:, None]
         max_length = dummy_slot(cache) if cache else S  # how long a row may get, by which longrope chooses factors
         split_positions = positions.tensor_split(splits, 1)
         for part, part_positions in zip(tokens.tensor_split(splits, 1), split_positions, strict=True):
-            alone = fresh and n_keys == 0  # the part attends to nothing but itself, and needs no mask
-            n_keys += part.shape[1]
-            keys = None if alone else torch.arange(n_keys, device=tokens.device)
+            alone = fresh and keys_so_far == 0  # the part attends to nothing but itself, and needs no mask
+            keys_so_far += part.shape[1]
+            keys = None if alone else torch.arange(keys_so_far, device=tokens.device)
             metadata = attention_metadata(self, part_positions, keys, max_length, last)
             yield self.loop(self.embed(part), metadata, cache)
 

@@ -18,6 +18,7 @@ load_shard replaces by this rank's slices; the forward pass reads its head count
 
 Rank and shares are arguments, so one process can build any rank's shard. shares: the ranks' relative sizes, (1, 1) for
 two equal ones. Ranges are half-open: (first, end) of heads, (start, stop) of rows or columns. Shape letters: model.py.
+A lane is a shard with a residual stream of its own, of a wiring that depends on their number (ladder/lanes/).
 """
 
 import math
@@ -49,7 +50,7 @@ class TensorParallel(Collectives):
         from ladder.kernels import ordered, registry  # only here, since it registers torch.ops.ladder
 
         registry.use(ordered.KERNELS)
-        self.settle_operator = ordered.settle_operator()
+        self.settle_operator = ordered.settle_operator()  # for these kernels
         self.tp_size = len(shares)
         self.lanes = len(shares)  # partials in a sum: one of each rank, and more where ladder/lanes/ wraps this
         self.on_host = getattr(group, "on_host", self.on_host)
@@ -58,6 +59,8 @@ class TensorParallel(Collectives):
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
         self.first_id = ranges[group.rank()][0]
         self.sizes = [stop - start for start, stop in ranges]
+
+    # The functional collectives, since the compiler can trace them.
 
     def start(self, partial):
         return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group_name)
@@ -108,7 +111,8 @@ def shard_plan(config, rank, shares):
     for each in config.architecture:  # what a Llama does not have
         plan |= each.plan_of_heads(config, wo)
         if shared_out := each.sharded_units(config):
-            n, units, linears = shared_out  # such as 16, "heads", {"wq": (0, [(0, 4)])}: see its docstring
+            # such as 16, "heads", {"wq": (0, [(0, 4)])}: 16 times 4 rows of wq, of which rank 1 of 2 holds 32 to 64
+            n, units, linears = shared_out
             first, end = split_range(n, rank, shares, units)
             for linear, (dim, parts) in linears.items():
                 plan[linear] = dim, [(offset + first * size, offset + end * size) for offset, size in parts]
@@ -132,7 +136,8 @@ def head_ranges(config, rank, shares):
 
     Up to K ranks hold whole KV heads with their query heads: of 4 KV heads, three equal ranks hold 2, 1 and 1. Beyond K
     ranks, rank r holds a copy of KV head r * K // tp_size, and the holders of a KV head divide its query heads by their
-    shares. For example, 2 KV heads with 4 query heads each on 3 equal ranks, of which the last one computes the most:
+    shares. For example, 2 KV heads with 4 query heads each on 3 equal ranks; of the 6 H rows of a KV head, 4 H are its
+    queries, then come key and value. The last rank computes twice as much as the others, who wait for it:
 
                 KV head    its query heads    rows of wqkv                  columns of wo
         rank 0  0          0, 1               0 to 2 H and 4 H to 6 H       0 to 2 H
@@ -256,7 +261,8 @@ def _shard_slice(model, name, whole, plan, dtype, rank):
         if tensor == "bias":
             return ShardSlice(whole.shape, dtype, zeros=rank > 0)
         columns_per_element = model.get_submodule(path).in_features // whole.shape[-1]
-    if ranges is None or dim == 1 and whole.shape[-1] == 1:  # the latter: scales of rows
+    are_scales_of_rows = dim == 1 and whole.shape[-1] == 1
+    if ranges is None or are_scales_of_rows:
         return ShardSlice(whole.shape, dtype, as_stored=as_stored)
     if ".experts." in name:  # the dimension of the experts comes first
         dim += 1
