@@ -109,7 +109,7 @@ SCRIPTS = {
         "{}",
         {
             "--out {}/long": "long already exists: remove it",
-            "--out {}/out": "config.json: No such file or directory",
+            "--out {}/out": "cannot be converted: it has no config.json",
             "--out {}/out --tokenizer /nowhere": "--tokenizer /nowhere: no such file",
             "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",
         },
