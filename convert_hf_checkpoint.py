@@ -45,8 +45,8 @@ def open_source(source, revision=None, with_tokenizer=True):
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
     is_known = path.suffix == ".gguf" or os.path.isfile(path / "config.json")
-    hint = checkpoint.explain(path) or (": it has no config.json" if os.path.isdir(path) else "")
-    if not is_known and hint:
+    missing = ": it has no config.json" if os.path.isdir(path) else ""
+    if not is_known and (hint := checkpoint.explain(path) or missing):
         files = sorted(path.glob("*.gguf"))
         hint = f": give the file itself: {files[0]}" if "is in GGUF" in hint else hint
         raise InputError(f"{source} cannot be converted{hint}")

@@ -76,7 +76,7 @@ def load_model(config, folder, dtype, world):
 
 
 def use_kernels(model, world):
-    """Let kernels stand in for functions that are marked @plain. On a GPU, a Llama of floats runs PyTorch's alone."""
+    """Let kernels stand in for functions that are marked @plain; on a GPU only for integers and some architectures."""
     quant = model.config.quant
     if world.device.type == "cpu":
         from ladder.kernels.cpu.loading import use_on_cpu

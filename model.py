@@ -146,8 +146,8 @@ class Collectives:
 
     The compiler keeps only the order that data imply. In p0 = start(h0(x)); p1 = start(h1(x)); x = x + wait(p0), no
     data say that the wait comes after h1: moved in front of it, p0 would travel behind nothing. pin, and the argument
-    `newer` of settle, are there to keep the order. Here they do nothing; the kernels of TensorParallel's obey them
-    (ladder/kernels/ordered.py), so derive from that class what is to be compiled. They never change a result.
+    `newer` of settle, are there to keep the order, and never change a result. Here they do nothing. The kernels of
+    tp.TensorParallel obey them (ladder/kernels/ordered.py): derive from that class what is to be compiled.
     """
 
     tp_size: int  # how many ranks there are
@@ -371,10 +371,7 @@ def _run_blocks(sublayer, side_by_side, x):  # usually of one block
 
 
 class Linear(nn.Linear):
-    """PyTorch's linear; with integers a QuantLinear is in its place.
-
-    Functions marked @plain are what the model computes: edit them. See docs/change-it.md.
-    """
+    """PyTorch's linear; with integers a QuantLinear is in its place."""
 
     @plain
     def forward(self, x):

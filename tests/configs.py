@@ -65,12 +65,9 @@ def table_entry(changes):
 
 def variants(name):
     """Return the config changes to test a wiring with; one layer alone has a seam on either side."""
-    layers = (
-        ",".join(map(str, range(find_wiring(name).layers_per_input)))
-        if find_wiring(name).layers_per_input > 1
-        else "1,"
-    )
     wiring = find_wiring(name)
+    n = wiring.layers_per_input
+    layers = ",".join(map(str, range(n))) if n > 1 else "1,"
     some = [f"{name}:{layers}"] if wiring.takes_layers else [f"{name}:4"] * (":N" in wiring.forms)
     more = {"ladder": ["ladder:2", "ladder:0,1", "ladder-3"], "delayed": ["delayed-2", "delayed-3:1-2"]}.get(name, [])
     return [{"wiring": text} for text in [name, *more, *some]]

@@ -74,9 +74,8 @@ def read_fields(data, known):
             valid = isinstance(value, kind) and (kind is bool or type(value) is not bool)
             check(valid, f"{shown}, which is of a wrong type")
             fields[name] = value
-        elif name not in IGNORED_FIELDS:
-            unknown = f", or unknown{did_you_mean(name, known)}" if name not in NEUTRAL_VALUES else ""
-            check(not value and name not in NEUTRAL_VALUES, f"{shown}, which is not implemented{unknown}")
+        elif name not in IGNORED_FIELDS and (value or name in NEUTRAL_VALUES):
+            raise HTTPException(400, f"{shown}, which is not implemented, or unknown{did_you_mean(name[:60], known)}")
     return fields
 
 

@@ -76,6 +76,11 @@ def read_text(path, flag=""):
         raise InputError(f"{flag}{path} is not valid UTF-8") from None
 
 
+def read_json_if_there(path):
+    """Return the object in a JSON file, {} if there is no file. Raises InputError."""
+    return read_json(path) if path.exists() else {}
+
+
 def read_json(path):
     """Return the object in a JSON file, or raise InputError."""
     text = read_text(path)

@@ -1,10 +1,8 @@
 """Collectives as operators that the compiler does not look into, and so cannot reorder.
 
-The compiler keeps only the order that data imply. In p0 = start(h0(x)); p1 = start(h1(x)); x = x + wait(p0), no data
-say that the wait comes after p1's start: it could move before h1, and p0 would travel behind nothing. The operator
-settle(x, p0, p1), which the compiler cannot look into, takes p1 as an input that it ignores. So the wait comes after
-p1's start, and the next h, which reads the result, after both. In the same way pin(x, p0) keeps the h1 of a ladder,
-which reads the x that h0 read, behind p0's start.
+In the example of model.Collectives, the operator settle(x, p0, p1) takes p1 as an input that it ignores. So the wait
+for p0 comes after p1's start, and the next h, which reads the result, after both. In the same way pin(x, p0) keeps the
+h1 of a ladder, which reads the x that h0 read, behind p0's start.
 """
 
 import torch

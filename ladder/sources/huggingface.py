@@ -11,7 +11,7 @@ import torch
 
 from ladder.architectures import all_architectures
 from ladder.checkpoints import checkpoint
-from ladder.checkpoints.checkpoint import read_json
+from ladder.checkpoints.checkpoint import read_json, read_json_if_there
 from ladder.checkpoints.compare import TOKENIZER_FILES
 from ladder.errors import FieldError, InputError, as_json, first_line
 from ladder.layers.attention_inputs import unpaired
@@ -215,8 +215,7 @@ def config_from_hf(path):
 
 def read_generation(path):
     """Return the values of the generation_config.json beside a config.json, {} if there is none."""
-    path = path.with_name("generation_config.json")
-    return read_json(path) if path.is_file() else {}
+    return read_json_if_there(path.with_name("generation_config.json"))
 
 
 def read_config(values, where, generated):

@@ -4,7 +4,7 @@ import itertools
 import json
 import reprlib
 
-from ladder.checkpoints.checkpoint import read_json, read_text
+from ladder.checkpoints.checkpoint import read_json_if_there, read_text
 from ladder.errors import InputError
 from ladder.text.byte_pairs import byte_pairs
 from ladder.text.tokenizer import FLAGS, TEMPLATE_FILES, SplittingTokenizer, Tokenizer, library_errors
@@ -69,16 +69,16 @@ class JsonTokenizer(Tokenizer):
 
 def read_settings(tokenizer, folder, vocab_size):
     """Give a tokenizer what the settings files beside it say: special tokens, the chat template, whether to add BOS."""
-    settings = _read_if_there(folder / "tokenizer_config.json")
+    settings = read_json_if_there(folder / "tokenizer_config.json")
     if settings.get("added_tokens_decoder") is None:  # older folders have two more files instead of this key
-        settings |= _read_if_there(folder / "special_tokens_map.json")
+        settings |= read_json_if_there(folder / "special_tokens_map.json")
     for key, words in REFUSED_SETTINGS.items():
         if settings.get(key):
             raise InputError(f"{folder}/tokenizer_config.json: {key} is not supported, since {words}: set it to false")
     named, special = _special_tokens(settings, tokenizer)
     added = settings.get("added_tokens_decoder") or {
         i: {"content": text, "special": text in special, "normalized": text not in special}
-        for text, i in _read_if_there(folder / "added_tokens.json").items()
+        for text, i in read_json_if_there(folder / "added_tokens.json").items()
     }
     _add_tokens(tokenizer, added, named, special, folder, vocab_size)
     tokenizer.template = _chat_template(settings, folder)
@@ -91,10 +91,6 @@ def read_settings(tokenizer, folder, vocab_size):
         tokenizer.prefix = [bos]
     tokenizer.spaced = settings.get("add_prefix_space") is not False
     tokenizer.legacy = settings.get("legacy") is not False
-
-
-def _read_if_there(path):
-    return read_json(path) if path.exists() else {}
 
 
 def _special_tokens(settings, tokenizer):
@@ -136,7 +132,7 @@ def _chat_template(settings, folder):
     if (folder / TEMPLATE_FILES[0]).exists():
         return read_text(folder / TEMPLATE_FILES[0])
     # chat_template.json belongs to a processor of pictures and texts; transformers' tokenizers prefer the other places
-    template = settings.get("chat_template") or _read_if_there(folder / TEMPLATE_FILES[1]).get("chat_template")
+    template = settings.get("chat_template") or read_json_if_there(folder / TEMPLATE_FILES[1]).get("chat_template")
     if isinstance(template, list):  # several templates, each with a name
         return {each["name"]: each["template"] for each in template}.get("default")
     return template

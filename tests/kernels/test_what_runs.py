@@ -4,6 +4,7 @@ An edit is made after a model was loaded with its kernels. Then prefill and deco
 kernel, and something else than before the edit.
 """
 
+import contextlib
 import functools
 import inspect
 import types
@@ -755,21 +756,15 @@ def edit_between_runners(world, edit):
         return generate.generate(runner, [[5, 6, 7], [8]], 5, Sampler(0)).rows
 
     before = rows(True)
-    with pytest.MonkeyPatch.context() as m:
+    with pytest.MonkeyPatch.context() as m, contextlib.ExitStack() as hooks:
         if edit == "F.linear":
             m.setattr(torch.nn.functional, "linear", negated)
         elif edit == "start":
             start = tp.TensorParallel.start
             m.setattr(tp.TensorParallel, "start", lambda self, partial: start(self, -partial))
         else:
-            hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-            negates = nn.modules.module.register_module_forward_hook(negate_linears)
-        after = rows(True)
-        eager = rows(False)
-        if edit == "global hook":
-            hook.remove()
-            negates.remove()
-    return before, after, eager
+            hooks.callback(nn.modules.module.register_module_forward_hook(negate_linears).remove)
+        return before, rows(True), rows(False)
 
 
 def negate_linears(module, args, output):

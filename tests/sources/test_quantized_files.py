@@ -734,7 +734,8 @@ def test_changed_files_work_or_are_refused_in_one_line(number, tmp_path):
     name = SPOILED[number]
     tiny = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
     theirs = model(**tiny, num_attention_heads=2, vocab_size=40)
-    source, file = (tmp_path / "hf", "model.safetensors")
+    source = tmp_path / "hf"
+    file = "model.safetensors"
     if name == "GGUF":
         source = tmp_path / "m.gguf"
         file = "m.gguf"
